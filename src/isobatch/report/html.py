@@ -1,0 +1,166 @@
+"""report.html: one file with everything in it, that asks the network for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from isobatch.report.curves import AXES, METRICS, collect, colour, svg
+from isobatch.report.read import Run, one_line
+from isobatch.report.table import JOB, Comparison
+from isobatch.report.text import show
+
+_FIND = '<input id="find" type="search" placeholder="Filter jobs" aria-label="Filter jobs">'
+_JOBS_IN_LEGEND, _JOBS_WITH_BARS, _VALUES_PER_KEY = 40, 40, 12
+
+
+def render(comparison: Comparison, folders: Sequence[Path]) -> str:
+    """The page. Whatever comes from a run is escaped, and a policy in the page lets no script run but ours."""
+    css, script = _asset("page.css"), _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    count = len(comparison.runs)
+    title = f"{count} job{'s' * (count != 1)} compared"
+    where = ", ".join(escape(one_line(folder)) for folder in folders)
+    body = "".join(
+        [
+            f'<header><p class="mark">isobatch</p><h1>{title}</h1><p class="where">{where}',
+            f" <span>{datetime.now():%Y-%m-%d %H:%M}</span></p></header><main>",
+            _cards(comparison),
+            _problems(comparison),
+            _section("Leaderboard", leaderboard(comparison), _FIND),
+            _curves(comparison),
+            _memory(comparison),
+            _config(comparison),
+            "</main>",
+        ]
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
+        f'content="light dark"><title>{title}</title><style>{css}</style></head><body>{body}'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return files("isobatch.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _section(name: str, content: str, aside: str = "") -> str:
+    anchor = name.lower().replace(" ", "-")
+    return f'<section id="{anchor}"><div class="head"><h2>{name}</h2>{aside}</div>{content}</section>'
+
+
+def _cards(comparison: Comparison) -> str:
+    total, done = len(comparison.runs), len(comparison.runs) - comparison.failed
+    failed = f"{comparison.failed} did not complete" if comparison.failed else "all of them"
+    cards = [("completed", f"{done}<small> of {total}</small>", failed)]
+    for key, unit in ((comparison.primary, ""), ("samples/s", " samples/s"), ("peak MB", " MB")):
+        best = comparison.best(key) if key else None
+        if key and best is not None:
+            jobs = [str(row[JOB]) for row in comparison.rows if row[key] == best]
+            who = f"job {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
+            label = {"samples/s": "fastest", "peak MB": "least peak memory"}.get(key, key)
+            cards.append((label, f"{show(best)}<small>{unit}</small>", who))
+    known = [run for run in comparison.runs if run.difference.common_steps and run.job != run.difference.reference]
+    if known:
+        same = sum(run.difference.identical for run in known)
+        cards.append(
+            (
+                "same losses, to the bit",
+                f"{same}<small> of {len(known)}</small>",
+                f"as job {known[0].difference.reference}",
+            )
+        )
+    items = "".join(
+        f'<div class="card"><dt>{escape(label)}</dt><dd>{value}</dd><p>{escape(note)}</p></div>'
+        for label, value, note in cards
+    )
+    return f'<dl class="cards">{items}</dl>'
+
+
+def _problems(comparison: Comparison) -> str:
+    broken = [run for run in comparison.runs if not run.completed]
+    items = "".join(
+        f"<li><b>job {escape(run.job)}</b> {badge(run.state)} {escape(run.error or '')}</li>" for run in broken[:20]
+    )
+    more = f"<li>and {len(broken) - 20} more in the table</li>" if len(broken) > 20 else ""
+    return f'<ul class="problems">{items}{more}</ul>' if broken else ""
+
+
+def _curves(comparison: Comparison) -> str:
+    figures = []
+    by_time = False
+    for metric in METRICS:
+        charts = {axis: collect(comparison.runs, metric, axis) for axis in AXES}
+        by_time |= bool(charts["seconds"])
+        drawn = "".join(svg(curves, metric, axis, len(comparison.runs)) for axis, curves in charts.items() if curves)
+        if drawn:
+            figures.append(f'<figure><figcaption>{metric}</figcaption>{drawn}<output class="tip"></output></figure>')
+    if not figures:
+        return ""
+    chips = "".join(
+        f'<button class="chip" data-j="{i}" aria-pressed="true"><i class="dot" style="background:'
+        f'{colour(i, len(comparison.runs))}"></i>{escape(run.job)}</button>'
+        for i, run in enumerate(comparison.runs[:_JOBS_IN_LEGEND])
+        if len(run.metrics.train)
+    )
+    left = len(comparison.runs) - _JOBS_IN_LEGEND
+    chips += f'<span class="more">and {left} more: point at a curve or at a row</span>' if left > 0 else ""
+    axis = (
+        '<fieldset class="switch"><legend>against</legend>'
+        '<label><input type="radio" name="axis" value="samples" checked>samples</label>'
+        '<label><input type="radio" name="axis" value="seconds">seconds</label></fieldset>'
+    )
+    content = f'<div class="chips">{chips}</div><div class="figures">{"".join(figures)}</div>'
+    return _section("Curves", content, axis if by_time else "")
+
+
+def _memory(comparison: Comparison) -> str:
+    measured = [(i, run) for i, run in enumerate(comparison.runs) if run.memory]
+    if not measured:
+        return ""
+    most = max(memory.peak_mb for _, run in measured for memory in run.memory)
+    blocks = "".join(_bars(i, run, most, len(comparison.runs)) for i, run in measured[:_JOBS_WITH_BARS])
+    left = len(measured) - _JOBS_WITH_BARS
+    more = (
+        f'<p class="more">the first {_JOBS_WITH_BARS} of {len(measured)} jobs; all are in the table</p>'
+        if left > 0
+        else ""
+    )
+    return _section("Peak memory per device", f'<div class="memory">{blocks}</div>{more}')
+
+
+def _bars(index: int, run: Run, most: float, count: int) -> str:
+    paint = colour(index, count)
+    bars = "".join(
+        f'<div class="row"><span>{escape(memory.label)}</span><span class="track">'
+        f'<i style="width:{100 * memory.peak_mb / most:.1f}%;background:{paint}"></i></span>'
+        f"<b>{memory.peak_mb:,.0f} MB</b></div>"
+        for memory in run.memory
+    )
+    return f'<div class="job" data-j="{index}"><h3>job {escape(run.job)}</h3>{bars}</div>'
+
+
+def _config(comparison: Comparison) -> str:
+    if not comparison.config_keys:
+        return ""
+    lines = []
+    for key in comparison.config_keys:
+        values = Counter(show(row[key]) for row in comparison.rows)
+        chips = "".join(
+            f'<span class="value">{escape(value)}<small>×{times}</small></span>'
+            for value, times in values.most_common(_VALUES_PER_KEY)
+        )
+        left = len(values) - _VALUES_PER_KEY
+        chips += f'<span class="more">and {left} more values</span>' if left > 0 else ""
+        lines.append(f"<tr><th scope='row'>{escape(key)}</th><td>{chips}</td></tr>")
+    return _section("What differs", f'<div class="scroll"><table class="differs">{"".join(lines)}</table></div>')

@@ -1,0 +1,74 @@
+"""The leaderboard as an HTML table: every column, each cell with its exact value for sorting."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from html import escape
+
+from isobatch.report.curves import colour
+from isobatch.report.differing import Cell
+from isobatch.report.metrics import number
+from isobatch.report.table import JOB, Column, Comparison
+from isobatch.report.text import show
+
+_BARS = {"samples/s", "peak MB"}  # columns whose cells carry a bar as wide as the value
+
+
+def badge(state: str) -> str:
+    """A job's state as a coloured label."""
+    kind = {"completed": "good", "failed": "bad", "died": "bad", "refused": "bad"}.get(state, "warn")
+    return f'<span class="badge {kind}">{escape(state)}</span>'
+
+
+def leaderboard(comparison: Comparison) -> str:
+    """The table. Column groups are headed; the column that the rows are ordered by says so to screen readers."""
+    columns, rows = comparison.columns, comparison.rows
+    spans = [(name, len(list(members))) for name, members in itertools.groupby(columns, key=lambda c: c.group)]
+    edges = set(itertools.accumulate(span for _, span in spans))  # the columns that begin a group
+    top = "".join(f'<th colspan="{span}" class="edge">{name}</th>' for name, span in spans)
+    heads = []
+    for at, column in enumerate(columns):
+        order = f' aria-sort="{"descending" if column.better > 0 else "ascending"}"'
+        heads.append(
+            f'<th scope="col" class="h{" edge" * (at in edges)}"{order * (column.key == comparison.primary)}>'
+            f"<button>{escape(column.title)}</button></th>"
+        )
+    best = {column.key: comparison.best(column.key) for column in columns}
+    widest = {key: max([number(row.get(key)) for row in rows if number(row.get(key)) > 0] or [1]) for key in _BARS}
+    lines = []
+    for index, row in enumerate(rows):
+        cells = [
+            _cell(row[c.key], c, best[c.key], widest.get(c.key), "edge" if at in edges else "")
+            for at, c in enumerate(columns)
+            if c.key != JOB
+        ]
+        dot = f'<i class="dot" style="background:{colour(index, len(rows))}"></i>'
+        job = escape(str(row[JOB]))
+        lines.append(f'<tr data-j="{index}"><th scope="row" data-v="{job}">{dot}{job}</th>{"".join(cells)}</tr>')
+    head = f'<thead><tr class="groups">{top}</tr><tr>{"".join(heads)}</tr></thead>'
+    return f'<div class="scroll" tabindex="0"><table id="jobs">{head}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _cell(value: Cell, column: Column, best: float | None, widest: float | None, edge: str) -> str:
+    if column.key == "state":
+        return f'<td class="{edge}" data-v="{escape(str(value))}">{badge(str(value))}</td>'
+    names, style = [edge] if edge else [], ""
+    if value is None:
+        return f'<td class="{" ".join([*names, "none"])}">–</td>'
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        names.append("n")
+        if best is not None and value == best:
+            names.append("best")
+        if not math.isfinite(value):
+            names.append("odd")
+        elif widest and value > 0:
+            names.append("bar")
+            style = f' style="--p:{100 * value / widest:.0f}%"'
+    elif column.key == "error":
+        names.append("error")
+    elif column.key == "losses part at" and str(value).startswith("identical"):
+        names.append("same")
+    shown, raw = escape(show(value)), escape(str(value))
+    title = f' title="{raw}"' if shown != raw else ""
+    return f'<td class="{" ".join(names)}" data-v="{raw}"{title}{style}>{shown}</td>'

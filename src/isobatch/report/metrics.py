@@ -1,0 +1,201 @@
+"""One pass over a run's metrics.jsonl: every training loss, and only a few hundred whole rows.
+
+A sweep of 500 jobs with 10,000 logged steps is 1.3 GB of text, and `json.loads` alone would take half a minute over
+it. So a line is searched for its step and its loss (two `bytes.find`), and only the rows that are drawn or shown are
+parsed as a whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+MILESTONES = (20, 40, 60, 80, 100)  # the iterations whose seconds the leaderboard shows
+_LOSS, _STEP, _EVAL = b'"train/loss":', b'"step":', b'"eval/'
+_NAN = float("nan")
+Row = Mapping[str, object]
+
+
+def number(value: object) -> float:
+    """`value` as a float; NaN for anything that is not a number (null, text, a missing key)."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:  # JSON allows integers of any length
+            return _NAN
+    return _NAN
+
+
+@dataclass(frozen=True)
+class Series:
+    """Columns of some rows, all of one length; a value that a row lacks is NaN."""
+
+    columns: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], keys: Sequence[str]) -> Series:
+        return cls({key: np.array([number(row.get(key)) for row in rows], dtype=np.float64) for key in keys})
+
+    def __len__(self) -> int:
+        return max((len(column) for column in self.columns.values()), default=0)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        return self.columns[key]
+
+
+@dataclass
+class Metrics:
+    """What the report needs from one metrics.jsonl.
+
+    `steps` and `losses` (same length) hold every logged step; `train` and `evals` hold at most the asked number of
+    points; `seconds` maps a milestone iteration to the seconds since training started.
+    """
+
+    steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    losses: np.ndarray = field(default_factory=lambda: np.empty(0))
+    train: Series = field(default_factory=lambda: Series({}))
+    evals: Series = field(default_factory=lambda: Series({}))
+    last_train: Row = field(default_factory=dict)
+    last_eval: Row = field(default_factory=dict)
+    best: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[int, float] = field(default_factory=dict)
+
+    def drop_losses(self) -> None:
+        """Frees the arrays that grow with the length of the run, once it has been compared."""
+        self.steps, self.losses = np.empty(0, np.int64), np.empty(0)
+
+
+TRAIN_KEYS = ("step", "samples", "time_s", "train/loss", "train/lr")
+EVAL_KEYS = ("step", "samples", "time_s", "eval/loss", "eval/accuracy")
+
+
+def thin(values: np.ndarray, limit: int) -> np.ndarray:
+    """Indices of at most `limit` of the values: the lowest and the highest of each bucket, the first and the last.
+
+    Spikes survive, which a mean or every n-th point would hide. NaN loses to every number, but a bucket of nothing
+    else keeps one, so that a diverged run shows as a gap.
+    """
+    count = len(values)
+    if count <= limit:
+        return np.arange(count)
+    low = np.where(np.isnan(values), np.inf, values)
+    high = np.where(np.isnan(values), -np.inf, values)
+    edges = np.linspace(0, count, max(1, (limit - 2) // 2) + 1).astype(np.int64)
+    chosen = {0, count - 1}
+    for start, stop in itertools.pairwise(edges):
+        chosen.add(int(start + low[start:stop].argmin()))
+        chosen.add(int(start + high[start:stop].argmax()))
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+def _parse(line: bytes) -> dict[str, object]:
+    """The row on this line; {} for a line that a killed writer left half-written."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+class _Scan:
+    """The arrays that one pass fills. A resumed run logs some steps again: the later row replaces the earlier."""
+
+    def __init__(self) -> None:
+        self.steps, self.losses, self.offsets = array("q"), array("d"), array("q")
+        self.evals: list[dict[str, object]] = []
+
+    def read(self, file: BinaryIO) -> None:
+        offset, latest = 0, -1
+        for line in file:
+            start, offset = offset, offset + len(line)
+            found = line.find(_LOSS)
+            if found >= 0:
+                at, end = line.rfind(_STEP, 0, found), line.find(b",", found)
+                try:
+                    if at < 0 or end < 0:
+                        raise ValueError  # half a line must not pass for a shorter number
+                    step = int(line[at + 7 : line.find(b",", at)])
+                    loss = float(line[found + 13 : end])
+                except ValueError:  # the keys in another order, null, or half a line
+                    row = _parse(line)
+                    if not isinstance(row.get("step"), int):
+                        continue
+                    step, loss = int(number(row["step"])), number(row.get("train/loss"))
+                if step <= latest:
+                    self._forget(step)
+                latest = step
+                self.steps.append(step)
+                self.losses.append(loss)
+                self.offsets.append(start)
+            if _EVAL in line:
+                self._add_eval(_parse(line), file_offset=self.offsets[-1] if self.offsets else None)
+
+    def _forget(self, step: int) -> None:
+        while self.steps and self.steps[-1] >= step:
+            for column in (self.steps, self.losses, self.offsets):
+                column.pop()
+        self.evals = [row for row in self.evals if number(row.get("step")) < step]
+
+    def _add_eval(self, row: dict[str, object], file_offset: int | None) -> None:
+        if row:
+            row["_train_row"] = file_offset  # where samples and seconds come from if the row has none of its own
+            self.evals.append(row)
+
+
+def _best(rows: Sequence[Row], direction: Callable[[str], int]) -> dict[str, float]:
+    best: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            sign = direction(key) if key.startswith("eval/") else 0
+            if sign and np.isfinite(number(value)) and (key not in best or sign * (number(value) - best[key]) > 0):
+                best[key] = number(value)
+    return best
+
+
+def read_metrics(path: Path, limit: int, direction: Callable[[str], int]) -> Metrics:
+    """Reads a metrics.jsonl in one pass; an empty `Metrics` if there is no such file.
+
+    limit: points kept per curve. direction: metric name -> +1 (up is better), -1 (down is better) or 0 (neither).
+    """
+    if not path.is_file():
+        return Metrics()
+    scan = _Scan()
+    with path.open("rb") as file:
+        scan.read(file)
+        steps, losses = np.array(scan.steps, dtype=np.int64), np.array(scan.losses, dtype=np.float64)
+
+        def row_at(offset: int) -> dict[str, object]:
+            file.seek(offset)
+            return _parse(file.readline())
+
+        train = [row_at(scan.offsets[i]) for i in thin(losses, limit)]
+        curve = np.array([number(row.get("eval/accuracy", row.get("eval/loss"))) for row in scan.evals])
+        evals = [scan.evals[i] for i in thin(curve, limit)]
+        for row in evals:
+            if row["_train_row"] is not None and not {"samples", "time_s"} <= row.keys():
+                before = row_at(int(number(row["_train_row"])))
+                row.update({key: before[key] for key in ("samples", "time_s") if key in before and key not in row})
+        seconds = {}
+        for step in MILESTONES:
+            at = int(np.searchsorted(steps, step))
+            if at < len(steps) and steps[at] == step:
+                time_s = number(row_at(scan.offsets[at]).get("time_s"))
+                if np.isfinite(time_s):
+                    seconds[step] = time_s
+    return Metrics(
+        steps=steps,
+        losses=losses,
+        train=Series.of(train, TRAIN_KEYS),
+        evals=Series.of(evals, EVAL_KEYS),
+        last_train=train[-1] if train else {},
+        last_eval={k: v for k, v in scan.evals[-1].items() if k != "_train_row"} if scan.evals else {},
+        best=_best(scan.evals, direction),
+        seconds=seconds,
+    )

@@ -1,0 +1,179 @@
+"""Finding runs below some folders and reading the small files of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isobatch.report.difference import Difference, Reference, difference
+from isobatch.report.metrics import Metrics, number, read_metrics
+
+DIED = "died without a summary (or is still running)"
+_NOT_RUNS = {"checkpoints", "wandb", "report"}  # inside these no run can be
+_POINTS_IN_ALL = 60_000  # over all curves of one chart: 500 jobs get 120 points each, up to 150 jobs get 400
+_UP = ("accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "samples_per_s")
+_DOWN = ("loss", "error", "perplexity", "nll", "mse", "mae")
+
+
+class ReportError(ValueError):
+    """The folders hold nothing to report. One line; exit code 2."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of one device (or of one process on CPU), in MB."""
+
+    label: str
+    peak_mb: float
+
+
+@dataclass
+class Run:
+    """One job of a sweep, whether it came to an end or not."""
+
+    job: str
+    folder: Path
+    state: str
+    error: str | None
+    summary: Mapping[str, Any]
+    config: Mapping[str, Any]
+    overrides: Sequence[str]
+    plan: Mapping[str, Any]
+    memory: Sequence[Memory]
+    pids: Sequence[int]
+    metrics: Metrics = field(default_factory=Metrics)
+    difference: Difference = field(default_factory=Difference)
+
+    @property
+    def completed(self) -> bool:
+        return self.state == "completed"
+
+
+def direction(metric: str) -> int:
+    """+1 if a higher value of this metric is better, -1 if a lower one, 0 if neither is known."""
+    name = metric.rsplit("/", 1)[-1].lower()
+    if any(name == word or name.endswith("_" + word) or name.startswith(word + "_") for word in _DOWN):
+        return -1
+    return int(any(name == word or name.endswith("_" + word) or name.startswith(word + "_") for word in _UP))
+
+
+def one_line(text: object) -> str:
+    """The text on one line, without control characters (a terminal would obey them)."""
+    return "".join(c for c in " ".join(str(text).split()) if c.isprintable())
+
+
+def find_runs(folders: Sequence[Path]) -> list[tuple[str, Path]]:
+    """(job name, folder) of every run below the folders, in the order of the folders and of the job numbers.
+
+    A run is a folder with a summary.json, or with a .hydra of a job that died before it wrote one. Raises
+    ReportError if a folder is missing or if there is no run at all.
+    """
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise ReportError(f"{one_line(folder)} is not a folder; give the folder of a run or of a sweep")
+        for run in _runs_below(folder):
+            found.setdefault(run.resolve(), run)
+    if not found:
+        names = ", ".join(one_line(folder) for folder in folders) or "no folder"
+        raise ReportError(f"no run found in {names}; a run is a folder that holds summary.json")
+    root = Path(os.path.commonpath([path.parent for path in found]))
+    return [(path.relative_to(root).as_posix(), path) for path in found]
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    for here, folders, files in os.walk(folder):
+        if "summary.json" in files or ".hydra" in folders:
+            folders.clear()
+            yield Path(here)
+        else:
+            folders[:] = sorted((f for f in folders if f[0] != "." and f not in _NOT_RUNS), key=_natural)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """All runs below the folders, each with its difference to the first one that logged a training loss.
+
+    Raises ReportError as `find_runs` does. Files that are missing or damaged make a run poorer, never an error.
+    """
+    found = find_runs(folders)
+    limit = max(60, min(400, _POINTS_IN_ALL // len(found)))
+    runs: list[Run] = []
+    reference: Reference | None = None
+    for job, folder in found:
+        run = _read_run(job, folder)
+        run.metrics = read_metrics(folder / "metrics.jsonl", limit, direction)
+        if reference is None and len(run.metrics.steps):
+            reference = Reference(job, folder, run.summary, run.metrics)
+        if reference is not None:
+            run.difference = difference(reference, folder, run.summary, run.metrics)
+        if reference is None or reference.metrics is not run.metrics:
+            run.metrics.drop_losses()
+        runs.append(run)
+    if reference is not None:
+        reference.metrics.drop_losses()
+    return runs
+
+
+def _read_run(job: str, folder: Path) -> Run:
+    summary, problem = _mapping(folder / "summary.json")
+    config, _ = _mapping(folder / "config.yaml")
+    if not config:
+        config, _ = _mapping(folder / ".hydra" / "config.yaml")
+    error = summary.get("error")
+    if problem:
+        error = DIED if problem == "missing" else f"summary.json is not readable: {problem}"
+    ranks = [rank for rank in _list(summary.get("ranks")) if isinstance(rank, dict)]
+    return Run(
+        job=job,
+        folder=folder,
+        state="died" if problem else one_line(summary.get("state", "unknown")),
+        error=one_line(error) if error else None,
+        summary=summary,
+        config=config,
+        overrides=[str(o) for o in _list(_load(folder / ".hydra" / "overrides.yaml")[0])],
+        plan=summary["plan"] if isinstance(summary.get("plan"), dict) else _mapping(folder / "plan.json")[0],
+        memory=[memory for rank in ranks for memory in _memory(rank)],
+        pids=[int(rank["pid"]) for rank in ranks if isinstance(rank.get("pid"), int)],
+    )
+
+
+def _memory(rank: Mapping[str, Any]) -> list[Memory]:
+    """One entry per device: a process of DataParallel reports `peak_memory_mb` as a map from device to MB."""
+    peak, label = rank.get("peak_memory_mb"), f"rank {rank.get('rank', '?')}"
+    peaks = peak.items() if isinstance(peak, dict) else [(rank.get("device", ""), peak)]
+    return [Memory(one_line(f"{label} {device}"), number(mb)) for device, mb in peaks if number(mb) > 0]
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _mapping(path: Path) -> tuple[dict[str, Any], str | None]:
+    value, problem = _load(path)
+    return (value, problem) if isinstance(value, dict) else ({}, problem or "not a mapping")
+
+
+def _load(path: Path) -> tuple[Any, str | None]:
+    """(content, None) or (None, one-line problem); the problem of a file that is not there is "missing"."""
+    import yaml
+
+    # The C loader reads 500 configs in a second instead of ten; both are the safe loader.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        text = path.read_text(encoding="utf-8")
+        return (json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=loader)), None
+    except FileNotFoundError:
+        return None, "missing"
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        return None, one_line(error)
