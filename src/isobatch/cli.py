@@ -1,0 +1,127 @@
+"""The command: Hydra composes, `launch` runs, and this file turns every ending into its words and its exit code.
+
+0 done · 1 failed, or refused by Hydra itself · 2 refused · 130 Ctrl-C · 143 SIGTERM. A sweep runs all its jobs and ends
+with 1 if one of them did not end well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from isobatch import hydra_extras, launch
+from isobatch.config import conf_folder
+from isobatch.distributed import ranks_from_environment
+from isobatch.errors import ConfigError, Stopped
+
+# Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
+INPUT_PATHS = ("data.root", "resume")
+HYDRA_OPTIONS = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--info"}
+
+
+class JobNotDone(CompactHydraException):
+    """Tells Hydra that a job of a sweep did not end well: it goes on with the next one and exits with 1 at the end."""
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")
+def one_job(cfg: DictConfig) -> float | None:
+    """Run one job and return its best value for sweepers that search. Called by Hydra."""
+    job = HydraConfig.get()
+    run_dir = Path(job.runtime.output_dir)
+    sweep = job.mode == RunMode.MULTIRUN
+    try:
+        return launch.run(plain_config(cfg, Path(job.runtime.cwd)), run_dir)
+    except Stopped as stop:
+        raise SystemExit(stop.exit_code) from None
+    except ConfigError as refusal:
+        tell(f"isobatch: {refusal}")
+        line, code = str(refusal), refusal.exit_code
+    except launch.RankFailed as failure:
+        tell(f"isobatch: {failure} (traceback in {run_dir / 'train.log'})" if sweep else failure.trace.rstrip())
+        line, code = str(failure), failure.exit_code
+    if sweep:
+        raise JobNotDone(f"isobatch: job {job.job.num} did not end well: {line}")
+    raise SystemExit(code)
+
+
+def plain_config(cfg: DictConfig, cwd: Path) -> dict[str, Any]:
+    """`cfg` resolved to plain data, with input paths made absolute against `cwd`.
+
+    Raises:
+        ConfigError: a value that is missing, or refers to one that is not there.
+    """
+    try:
+        plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key)
+        raise ConfigError(key, "???" if "Missing" in type(error).__name__ else "${...}", str(error).splitlines()[0],
+                          f"set {key}=... on the command line") from None  # fmt: skip
+    for dotted in INPUT_PATHS:
+        *groups, key = dotted.split(".")
+        node = plain
+        for group in groups:
+            node = node.get(group) or {}
+        if isinstance(node.get(key), str) and node[key]:
+            node[key] = str((cwd / Path(node[key]).expanduser()).resolve())
+    return plain  # type: ignore[no-any-return]
+
+
+def tell(text: str) -> None:
+    """To the person, after whatever the job printed."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Entry point of train.py and of the console script."""
+    signal.signal(signal.SIGTERM, _terminated)
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # `imports=[my_models]` finds the user's own module from the console script too
+    code = 1
+    try:
+        if not ranks_from_environment().is_main:
+            launch.follow()
+        check_words(sys.argv[1:])
+        hydra_extras.install(["run", *sys.argv[1:]])
+        one_job()
+        code = 0
+    except ConfigError as refusal:
+        code = refusal.exit_code
+        tell(f"isobatch: {refusal}")
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            tell(leaving.code)
+    finally:
+        launch.finish(code)
+    sys.exit(code)
+
+
+def check_words(words: list[str]) -> None:
+    """Refuse `--optimizer.lr=0.1`, which would get Hydra's usage text.
+
+    Raises:
+        ConfigError: with the word to write instead.
+    """
+    for word in words:
+        match = re.fullmatch(r"(--[A-Za-z_][\w./@-]*)=(.*)", word)
+        if match and match[1] not in HYDRA_OPTIONS:
+            raise ConfigError(match[1], match[2], "settings have no dashes", f"write {word[2:]}")
+
+
+def _terminated(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)

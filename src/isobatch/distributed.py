@@ -1,0 +1,165 @@
+"""Ranks that work together: who they are, what they tell each other, on which device each one works.
+
+Nothing here knows the config. With one process every exchange is the identity, so callers need no branch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its peers, with the words of torch.distributed.
+
+    Every method is a collective: all ranks call it, in the same order.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which alone writes files and logs."""
+        return self.rank == 0
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Combine `tensor` (same shape and dtype on all ranks) in place with `op` (sum, max, min or avg); return it."""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()))
+        return tensor
+
+    def agree(self, value: int) -> int:
+        """The largest `value` of any rank. Goes through main memory, so that no accelerator has to be waited for."""
+        if self.world_size == 1:
+            return value
+        import torch
+
+        return int(self.all_reduce(torch.tensor([value], dtype=torch.int64), op="max").item())
+
+    def broadcast_object(self, obj: Any) -> Any:
+        """Rank 0's `obj` on every rank; it has to be plain data."""
+        if self.world_size == 1:
+            return obj
+        import torch.distributed as dist
+
+        box = [obj if self.is_main else None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather_objects(self, obj: Any) -> list[Any] | None:
+        """Every rank's `obj` in rank order on rank 0, None elsewhere."""
+        if self.world_size == 1:
+            return [obj]
+        import torch.distributed as dist
+
+        box: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(obj, box, dst=0)
+        return box
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.agree(0)
+
+
+def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
+    """The ranks that torchrun (or `srun` with RANK and WORLD_SIZE set) started this process as; one rank without.
+
+    SLURM's own names fill in for a missing LOCAL_RANK and LOCAL_WORLD_SIZE.
+
+    Raises:
+        ConfigError: a number that is none, or a rank outside its world.
+    """
+
+    def number(default: int, *names: str) -> int:
+        for name in names:
+            if environ.get(name):
+                try:
+                    return int(environ[name])
+                except ValueError:
+                    raise ConfigError(name, environ[name], "is not a number", "let torchrun set it") from None
+        return default
+
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return Ranks()
+    rank, world_size = number(0, "RANK"), number(1, "WORLD_SIZE")
+    local_world_size = number(world_size, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+    local_rank = number(rank % max(1, local_world_size), "LOCAL_RANK", "SLURM_LOCALID")
+    if not 0 <= rank < world_size:
+        raise ConfigError("RANK", rank, f"is not below WORLD_SIZE={world_size}", "let torchrun set both")
+    return Ranks(rank, world_size, local_rank, local_world_size)
+
+
+def device_name(local_rank: int, local_world_size: int, accelerators: int, kind: str = "cuda") -> str:
+    """The device of one process among those of its machine: `cuda:<local rank>`, or `cpu` when there is none.
+
+    The number is logical, so CUDA_VISIBLE_DEVICES plays no part in it; the global rank is never a device number.
+
+    Raises:
+        ConfigError: more processes than devices; sharing one is never right with nccl and always slow.
+    """
+    if accelerators == 0:
+        return "cpu"
+    if local_world_size > accelerators:
+        raise ConfigError("parallel.nproc", local_world_size,
+                          f"{local_world_size} processes on this machine share {accelerators} visible device(s)",
+                          f"start at most {accelerators}; accumulation keeps the effective batch")  # fmt: skip
+    return f"{kind}:{local_rank}"
+
+
+def choose_device(ranks: Ranks) -> torch.device:
+    """The device that this process works on; made the current one if it is an accelerator. See `device_name`."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if found is not None else 0
+    device = torch.device(device_name(ranks.local_rank, ranks.local_world_size, count, found.type if found else "cpu"))
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    return device
+
+
+def choose_backend(asked: str | None, device_type: str) -> str:
+    """What init_process_group gets: nccl on CUDA and gloo elsewhere, unless `asked` for.
+
+    With nccl, gloo stays at hand for what lives in main memory: agreements, objects, checkpoints.
+
+    Raises:
+        ConfigError: nccl without CUDA.
+    """
+    name = asked or ("nccl" if device_type == "cuda" else "gloo")
+    if name == "nccl":
+        if device_type != "cuda":
+            raise ConfigError("parallel.backend", name, f"nccl needs CUDA, but this process works on {device_type}",
+                              "set parallel.backend=null or gloo")  # fmt: skip
+        return "cpu:gloo,cuda:nccl"
+    return name
+
+
+def create_group(ranks: Ranks, backend: str, store: Any, timeout_s: float) -> None:
+    """Make the process group of one job over `store`; no collective of it may take longer than `timeout_s` seconds."""
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size,
+                            timeout=timedelta(seconds=timeout_s))  # fmt: skip
+
+
+def destroy_group() -> None:
+    """Undo `create_group`; does nothing where there is no group."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

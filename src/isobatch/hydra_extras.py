@@ -1,0 +1,131 @@
+"""What this project teaches Hydra: numbers as choices of `accumulation`, and run folders that nothing can share.
+
+Importing this module installs all of it, for command lines, sweeps and hydra.compose alike.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+NUMBERED = {"accumulation"}  # groups in which every number is a choice
+
+
+class NumberSource(ConfigSource):
+    """`number://GROUP` behind conf/ answers GROUP/<anything> that has no file with `steps: <anything>`.
+
+    It refuses nothing: Hydra composes all jobs of a sweep before it starts the first, so an error here would take the
+    good jobs down with the bad one. The group's dataclass refuses what is no positive integer, job by job.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "number"
+
+    def _choice(self, config_path: str) -> str | None:
+        match = re.fullmatch(re.escape(self.path) + r"/([^/]+?)(\.yaml)?", config_path)
+        return match[1] if match else None
+
+    # Hydra passes config_path= by keyword, so the parameters' names are part of the interface
+    def load_config(self, config_path: str) -> ConfigResult:
+        choice = self._choice(config_path) or ""
+        steps = int(choice) if re.fullmatch(r"-?[0-9]{1,9}", choice) else choice
+        return ConfigResult(provider=self.provider, path=self.full_path(), header={"package": None},
+                            config=OmegaConf.create({"name": self.path, "steps": steps}))  # fmt: skip
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.rstrip("/") in ("", self.path)
+
+    def is_config(self, config_path: str) -> bool:
+        return self._choice(config_path) is not None
+
+    def list(self, config_path: str, results_filter: Any) -> list[str]:
+        return []
+
+
+class NumberPath(SearchPathPlugin):
+    """Puts the numbers behind conf/, where files win."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for group in sorted(NUMBERED):
+            search_path.append("isobatch", f"{NumberSource.scheme()}://{group}")
+
+
+_override_value = Override.value
+
+
+def _value_of_choice(self: Override) -> Any:
+    """Hydra refuses a number as the choice of a group ("must be a string or a list. Got int"), so it gets its text."""
+    value = _override_value(self)
+    return str(value) if self.key_or_group in NUMBERED and isinstance(value, (int, float)) else value
+
+
+class Stamp:
+    """Resolver `${stamp:outputs}`: outputs/<date>/<time>, once per launch and for no other launch."""
+
+    def __init__(self) -> None:
+        self.claiming = False  # only a launch that will run jobs makes the folder; --cfg and compose() do not
+        self._paths: dict[str, str] = {}
+
+    def __call__(self, parent: str) -> str:
+        if parent not in self._paths:
+            self._paths[parent] = self._agreed(parent)
+        return self._paths[parent]
+
+    def _agreed(self, parent: str) -> str:
+        """Under torchrun a restart gets the first attempt's folder back: it lies in the launcher's store."""
+        if not self.claiming or int(os.environ.get("WORLD_SIZE", 1)) == 1 or "RANK" not in os.environ:
+            return self._new(parent)
+        from isobatch.launch.lead import root_store
+
+        store, key = root_store(), f"stamp/{parent}"
+        if not store.check([key]):
+            store.set(key, self._new(parent))
+        path: str = store.get(key).decode()
+        return path
+
+    def _new(self, parent: str) -> str:
+        path = Path(parent, datetime.now().strftime("%Y-%m-%d/%H-%M-%S"))
+        if not self.claiming:
+            return str(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
+            try:
+                candidate.mkdir()
+            except FileExistsError:  # another launch of this second
+                continue
+            return str(candidate)
+        raise AssertionError("unreachable")
+
+
+STAMP = Stamp()
+
+
+def install(arguments: Sequence[str] = ()) -> None:
+    """Register everything; `arguments` is the command line that a launch was given (none: nothing will be run)."""
+    Override.value = _value_of_choice  # type: ignore[method-assign]
+    Plugins.instance().register(NumberSource)
+    Plugins.instance().register(NumberPath)
+    # cached in the config, so that a job which a launcher plugin runs elsewhere finds the same folder
+    OmegaConf.register_new_resolver("stamp", STAMP, replace=True, use_cache=True)
+    asks = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--version"}
+    STAMP.claiming = bool(arguments) and not asks & {word.partition("=")[0] for word in arguments}
+
+
+install()

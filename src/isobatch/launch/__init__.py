@@ -1,0 +1,90 @@
+"""Start or join the ranks of a job, and say how it ended.
+
+`run` is called once per job in the process that runs Hydra. It decides where the training happens: in this process, on
+ranks of its own (spawn.py), or on the ranks of torchrun (lead.py), of which only rank 0 runs Hydra.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from isobatch import config as configuration
+from isobatch.distributed import Ranks, ranks_from_environment
+from isobatch.errors import ConfigError, Stopped
+from isobatch.launch import devices, job, lead, spawn
+from isobatch.launch.lead import follow
+from isobatch.launch.outcome import Folder, Outcome, RankFailed
+from isobatch.launch.signals import STOP
+from isobatch.launch.witness import witnessed
+
+__all__ = ["STOP", "RankFailed", "finish", "follow", "run"]
+
+
+def run(plain: dict[str, Any], run_dir: Path) -> float | None:
+    """Train one job; `plain` is its finished config, `run_dir` its folder, which exists. Returns what run_job returned.
+
+    However it ends, the folder says so in train.log and summary.json.
+
+    Raises:
+        ConfigError: refused before training.
+        RankFailed: it failed; `trace` is the traceback of the rank that failed first.
+        Stopped: ended by a signal.
+    """
+    run_dir = run_dir.resolve()
+    folder = Folder(run_dir)
+    STOP.requested = 0
+    try:
+        outcome = _run(plain, run_dir)
+    except KeyboardInterrupt:
+        outcome = Outcome("stopped", line="stopped before training began", signum=signal.SIGINT)
+    except SystemExit as leaving:  # SIGTERM at a moment when nobody trains
+        signum = leaving.code - 128 if isinstance(leaving.code, int) and leaving.code > 128 else signal.SIGTERM
+        outcome = Outcome("stopped", line="stopped before training began", signum=signum)
+    except Exception as error:
+        outcome = Outcome.of(error)
+    folder.settle(outcome)
+    value = outcome.raise_unless_done()
+    if STOP.requested:  # it came when the job was as good as done: the job stands, but a sweep ends here
+        raise Stopped(STOP.requested)
+    return value
+
+
+def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
+    ranks, options = ranks_from_environment(), configuration.load(plain).parallel
+    parallel = plain["parallel"]
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        options.check(ranks)
+        check_joined(parallel, ranks)
+        if ranks.world_size > 1:
+            with witnessed(run_dir):
+                return lead.run_led(plain, run_dir, ranks, job.TARGET)
+        count = 1
+    else:
+        count = options.num_processes or max(1, devices.count_gpus())  # 0: one per GPU
+    shown = devices.visible_devices(parallel.get("devices"), os.environ.get(devices.VARIABLE))
+    if count > 1 or not devices.can_show(shown):
+        environ = {**os.environ, devices.VARIABLE: shown} if shown is not None else dict(os.environ)
+        return spawn.run_ranks(plain, run_dir, count, environ, job.TARGET)
+    with witnessed(run_dir), devices.showing(shown):
+        return job.execute(plain, run_dir, Ranks(), target=job.TARGET)
+
+
+def check_joined(parallel: dict[str, Any], ranks: Ranks) -> None:
+    """Refuse settings that contradict the ranks that somebody else has started.
+
+    Raises:
+        ConfigError: another number of processes than there are ranks.
+    """
+    nproc = parallel.get("nproc")
+    if nproc is not None and nproc != ranks.world_size:
+        raise ConfigError("parallel.nproc", nproc, f"was started as {ranks.world_size} rank(s)",
+                          "leave parallel.nproc=null under torchrun, or start without it")  # fmt: skip
+
+
+def finish(code: int) -> None:
+    """Last of all in the process that runs Hydra: let the other ranks go, and leave no fork server."""
+    lead.finish(code)
+    spawn.stop_fork_server()

@@ -1,0 +1,211 @@
+"""Ranks that torchrun (or srun) started: rank 0 runs Hydra, the others follow it.
+
+Rank 0 alone reads the command line, picks the run folder and orders the jobs of a sweep. It hands each job's config to
+the others through the launcher's own key-value store, so there is one folder, one log and one error, and any sweeper
+stays in step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from isobatch.distributed import Ranks, ranks_from_environment
+from isobatch.errors import ConfigError
+from isobatch.launch import devices
+from isobatch.launch.job import execute, log_to
+from isobatch.launch.outcome import Folder, Outcome, cause
+from isobatch.launch.signals import STOP
+
+ARRIVE_S = 600.0  # for ranks to start, and for rank 0 to compose the next job
+TROUBLE_S = 15.0  # for a rank to come out of a job that failed elsewhere (nccl does not notice by itself)
+FALLOUT_S = 2.0  # for other ranks to name an earlier cause than rank 0's own
+BYE_S = 10.0
+TICK_S = 0.05
+
+_jobs = iter(range(10**9))
+
+
+@functools.cache
+def root_store() -> Any:
+    """The agent's store under torchrun, else one that rank 0 serves at MASTER_ADDR:MASTER_PORT.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        return next(iter(rendezvous("env://", timeout=timedelta(seconds=ARRIVE_S))))[0]
+    except (dist.DistNetworkError, RuntimeError) as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise ConfigError("MASTER_PORT", port, f"port {port} is in use on this machine",
+                          "set another port, or let torchrun choose one") from None  # fmt: skip
+
+
+@functools.cache
+def store() -> Any:
+    """`root_store` under a prefix that this set of processes, and no earlier one, shares.
+
+    torchrun keeps one store across --max-restarts, where a restarted rank would find the dead attempt's keys, and its
+    restart count differs between the node that failed and those that did not. So the ranks agree on an epoch here: rank
+    0 counts it up, and each follower says hello with a token that only this process knows until it is welcomed.
+    """
+    import torch.distributed as dist
+
+    ranks, raw = ranks_from_environment(), root_store()
+    if ranks.is_main:
+        epoch = str(raw.add("epoch", 1))
+        missing, end = set(range(1, ranks.world_size)), time.monotonic() + ARRIVE_S
+        greeted: dict[int, str] = {}
+        while missing:
+            for rank in sorted(missing):
+                if raw.check([f"ack/{epoch}/{rank}"]):
+                    missing.discard(rank)
+                elif raw.check([f"hello/{rank}"]):
+                    token = raw.get(f"hello/{rank}").decode()  # may be a dead process's: nobody reads that welcome
+                    if greeted.get(rank) != token:
+                        raw.set(f"welcome/{token}", epoch)
+                        greeted[rank] = token
+            if missing and time.monotonic() > end:
+                raise TimeoutError(f"ranks {sorted(missing)} did not arrive within {ARRIVE_S:.0f} s")
+            time.sleep(TICK_S)
+    else:
+        token = uuid.uuid4().hex
+        raw.set(f"hello/{ranks.rank}", token)
+        epoch = raw.get(f"welcome/{token}").decode()  # waits, as long as the store's own limit
+        raw.set(f"ack/{epoch}/{ranks.rank}", "1")
+    return dist.PrefixStore(f"epoch{epoch}", raw)
+
+
+def run_led(plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str) -> Outcome:
+    """Rank 0: run the next job with all ranks and return the outcome that tells its story."""
+    number = next(_jobs)
+    store().set(f"job{number}", json.dumps({"plain": plain, "run_dir": str(run_dir), "target": target}))
+
+    def give_up(trouble: Outcome) -> None:
+        # the main thread sits in a collective that will never end, so this launch ends here
+        Folder(run_dir).settle(trouble)
+        print(trouble.trace.rstrip(), file=sys.stderr, flush=True)
+        store().set("end", "1")
+        os._exit(1)
+
+    mine = _run_joined(number, plain, run_dir, ranks, target, give_up)
+    keys = {rank: f"outcome{number}/{rank}" for rank in range(1, ranks.world_size)}
+    limit = float(plain["parallel"].get("timeout_s") or 600) if mine.kind == "done" else FALLOUT_S
+    _until(lambda: store().check(list(keys.values())), limit)
+    theirs = [Outcome.from_json(store().get(key)) for key in keys.values() if store().check([key])]
+    store().set(f"over{number}", "1")
+    if mine.kind == "done" and len(theirs) < len(keys):
+        line = f"only {len(theirs)} of {len(keys)} other ranks ended within {limit:.0f} s of rank 0"
+        theirs.append(Outcome("failed", line=line, trace=f"isobatch: {line}"))
+    return cause([mine, *theirs])
+
+
+def follow() -> NoReturn:
+    """Every other rank: run the jobs that rank 0 announces, and exit with its code when it says so."""
+    ranks = ranks_from_environment()
+    try:
+        _follow(ranks)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:  # the store is gone, so rank 0 is, and it has told the story
+        sys.exit(f"isobatch: rank {ranks.rank} lost rank 0 ({' '.join(str(error).split())[:200]})")
+
+
+def _follow(ranks: Ranks) -> None:
+    shared = store()
+    for number in range(10**9):
+        limit = time.monotonic() + ARRIVE_S
+        while not shared.check([f"job{number}"]):
+            if shared.check(["end"]):
+                code = int(shared.get("end"))
+                shared.set(f"bye{ranks.rank}", "1")
+                sys.exit(code)
+            if time.monotonic() > limit:
+                sys.exit(f"isobatch: rank {ranks.rank} heard nothing from rank 0 for {ARRIVE_S:.0f} s")
+            time.sleep(TICK_S)
+        message = json.loads(shared.get(f"job{number}"))
+        run_dir = Path(message["run_dir"])
+        run_dir.mkdir(parents=True, exist_ok=True)  # on another machine it may not be there
+        log_to(run_dir, ranks.rank)
+        _run_joined(number, message["plain"], run_dir, ranks, message["target"], lambda trouble: os._exit(1))
+
+
+def finish(code: int) -> None:
+    """Rank 0, last of all: let the others go with the same exit code."""
+    ranks = ranks_from_environment()
+    if ranks.world_size == 1 or not ranks.is_main:
+        return
+    with contextlib.suppress(Exception):  # without a store there is nobody to tell
+        shared = store()
+        shared.set("end", str(code))
+        # rank 0 may be the one that serves the store, so it leaves last
+        _until(lambda: shared.check([f"bye{rank}" for rank in range(1, ranks.world_size)]), BYE_S)
+
+
+def _run_joined(number: int, plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str,
+                give_up: Callable[[Outcome], None]) -> Outcome:  # fmt: skip
+    """One job on this rank, in a process group that lives as long as the job."""
+    import torch.distributed as dist
+
+    shared = store()
+
+    def report(outcome: Outcome) -> None:
+        shared.set(f"outcome{number}/{ranks.rank}", outcome.to_json())
+        if outcome.kind == "failed":
+            shared.compare_set(f"trouble{number}", "", outcome.to_json())
+
+    try:
+        shown = devices.visible_devices(plain["parallel"].get("devices"), os.environ.get(devices.VARIABLE))
+        with devices.showing(shown), _watching(number, give_up):
+            # a prefix of its own: a second group over the same keys finds the first one's dead addresses
+            return execute(plain, run_dir, ranks, lambda: dist.PrefixStore(f"group{number}", shared), target, report)
+    except ConfigError as error:
+        outcome = Outcome.of(error, ranks.rank)
+        report(outcome)
+        return outcome
+
+
+@contextlib.contextmanager
+def _watching(number: int, give_up: Callable[[Outcome], None]) -> Iterator[None]:
+    """Call `give_up` when a rank has failed and this one is still inside the job TROUBLE_S later."""
+    shared, over = store().clone() if hasattr(store(), "clone") else store(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            if shared.check([f"trouble{number}"]):
+                if not over.wait(TROUBLE_S):
+                    give_up(Outcome.from_json(shared.get(f"trouble{number}")))
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _until(condition: Callable[[], bool], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(TICK_S)
+
+
+__all__ = ["STOP", "finish", "follow", "root_store", "run_led"]

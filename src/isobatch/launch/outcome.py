@@ -1,0 +1,134 @@
+"""How one job ended on one rank, and what the run folder has to say about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isobatch.errors import ConfigError, JobFailed, Stopped
+
+# The keys of design's summary.json; a run that trained fills them itself.
+KEYS = ("state", "steps", "updates", "skipped_steps", "samples", "plan", "final", "best", "weights_sha256", "time")
+BLANK: dict[str, Any] = dict.fromkeys((*KEYS, "perf", "ranks", "error"))
+
+
+class RankFailed(JobFailed):
+    """A job that failed, with the `trace` of the rank that failed first."""
+
+    def __init__(self, line: str, trace: str):
+        self.trace = trace
+        super().__init__(line)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Plain data, so that a rank can hand it to the one that reports.
+
+    Attributes:
+        kind: done, refused, failed or stopped.
+        value: what run_job returned (done only).
+        line: the one line for a person, without the program's name (refused, failed and stopped).
+        trace: the traceback, or what stands in for it when the process had no time to write one (failed only).
+        signum: the signal that stopped it (stopped only).
+        at: wall clock; of several failures the earliest is the cause and the others are its fallout.
+    """
+
+    kind: str
+    value: float | None = None
+    line: str = ""
+    trace: str = ""
+    signum: int = 0
+    rank: int = 0
+    refusal: tuple[str, str, str, str] | None = None
+    at: float = field(default_factory=time.time)
+
+    @staticmethod
+    def of(error: BaseException, rank: int = 0) -> Outcome:
+        """The outcome that leaving the job with `error` means."""
+        if isinstance(error, ConfigError):
+            value = "null" if error.value is None else str(error.value)
+            return Outcome("refused", line=str(error), rank=rank,
+                           refusal=(error.key, value, error.problem, error.way_out))  # fmt: skip
+        if isinstance(error, Stopped):
+            return Outcome("stopped", line=str(error), signum=error.signum, rank=rank)
+        text = " ".join(str(error).split())
+        line = text if isinstance(error, JobFailed) else f"{type(error).__name__}: {text}".rstrip(": ")
+        line = f"rank {rank}: {line}" if rank else line
+        return Outcome("failed", line=line, rank=rank, trace="".join(traceback.format_exception(error)))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Outcome:
+        data = json.loads(text)
+        data["refusal"] = tuple(data["refusal"]) if data["refusal"] else None
+        return Outcome(**data)
+
+    def raise_unless_done(self) -> float | None:
+        """The value, or ConfigError, Stopped or RankFailed."""
+        if self.kind == "refused" and self.refusal:
+            raise ConfigError(*self.refusal)
+        if self.kind == "stopped":
+            raise Stopped(self.signum)
+        if self.kind == "failed":
+            raise RankFailed(self.line, self.trace)
+        return self.value
+
+
+def cause(outcomes: list[Outcome]) -> Outcome:
+    """The outcome to report for a job: the earliest that is not done, else the first."""
+    bad = [o for o in outcomes if o.kind != "done"]
+    return min(bad, key=lambda o: o.at) if bad else outcomes[0]
+
+
+class Folder:
+    """A run folder as the launcher sees it: it writes only what the ranks could not write themselves."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.summary = path / "summary.json"
+        self._before = self._stamp()  # a folder can be used again, by a restart or a resumed sweep
+
+    def _stamp(self) -> int | None:
+        return self.summary.stat().st_mtime_ns if self.summary.exists() else None
+
+    def settle(self, outcome: Outcome) -> None:
+        """Leave the reason in train.log and summary.json, whoever died before writing it."""
+        if outcome.kind == "done":
+            return
+        if outcome.kind != "stopped":
+            self._log(outcome)
+        written = self._stamp() != self._before
+        if not written:
+            if outcome.kind != "refused" or self._read().get("state") != "completed":
+                self._write({**BLANK, "state": "stopped" if outcome.kind == "stopped" else "failed",
+                             "error": outcome.line})  # fmt: skip
+            return
+        summary = self._read()
+        if summary.get("state") == "failed" and outcome.kind == "failed" and outcome.rank != 0:
+            # the main rank saw only the fallout ("connection closed by peer") of what went wrong elsewhere
+            self._write({**summary, "error": outcome.line})
+
+    def _log(self, outcome: Outcome) -> None:
+        text = outcome.trace if outcome.kind == "failed" and outcome.trace else ""
+        with (self.path / "train.log").open("a", encoding="utf-8") as log:
+            log.write(f"{text.rstrip()}\n" if text else "")
+            log.write(f"isobatch: {outcome.line}\n")
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            data = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return data if isinstance(data, dict) else {}
+
+    def _write(self, data: dict[str, Any]) -> None:
+        part = self.summary.with_suffix(".json.part")
+        part.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        os.replace(part, self.summary)

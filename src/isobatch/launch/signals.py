@@ -1,0 +1,56 @@
+"""Ctrl-C and SIGTERM in the process that trains: a flag that the loop reads at step boundaries."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+# One press can arrive twice (the terminal signals the whole group, and torchrun passes on what it got), so only what
+# comes later than this is a second request.
+ECHO_S = 1.0
+
+
+class StopFlag:
+    """Remembers the first request to stop; the second one stops at once.
+
+    The first only sets `requested`, because the step under way, the agreement between ranks and the checkpoint need a
+    process that goes on working.
+    """
+
+    def __init__(self) -> None:
+        self.requested = 0  # signal number, 0 = none
+        self.since = 0.0
+
+    @contextmanager
+    def installed(self, *, from_terminal: bool = True, quiet: bool = False) -> Iterator[StopFlag]:
+        """Handle SIGTERM, and SIGINT if `from_terminal`, inside the block. Needs the main thread, else does nothing."""
+        self.requested, self.since = 0, 0.0
+        self._quiet = quiet
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        signals = [signal.SIGTERM, signal.SIGINT] if from_terminal else [signal.SIGTERM]
+        before = {number: signal.signal(number, self._on_signal) for number in signals}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self.since = signum, now
+            if not self._quiet:
+                again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
+                print(f"isobatch: stopping after this step and a checkpoint{again}", file=sys.stderr, flush=True)
+        elif now - self.since > ECHO_S:
+            raise KeyboardInterrupt
+
+
+STOP = StopFlag()  # of this process; there is one training process per rank
