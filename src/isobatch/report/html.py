@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from isobatch.report.curves import AXES, METRICS, collect, colour, svg
+from isobatch.report.leaderboard import badge, leaderboard
 from isobatch.report.read import Run, one_line
 from isobatch.report.table import JOB, Comparison
 from isobatch.report.text import show

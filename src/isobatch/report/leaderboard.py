@@ -32,7 +32,7 @@ def leaderboard(comparison: Comparison) -> str:
         order = f' aria-sort="{"descending" if column.better > 0 else "ascending"}"'
         heads.append(
             f'<th scope="col" class="h{" edge" * (at in edges)}"{order * (column.key == comparison.primary)}>'
-            f"<button>{escape(column.title)}</button></th>"
+            f"<button>{escape(column.title).replace('.', '.<wbr>').replace('/', '/<wbr>')}</button></th>"
         )
     best = {column.key: comparison.best(column.key) for column in columns}
     widest = {key: max([number(row.get(key)) for row in rows if number(row.get(key)) > 0] or [1]) for key in _BARS}

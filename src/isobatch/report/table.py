@@ -12,6 +12,7 @@ from isobatch.report.metrics import MILESTONES, number
 from isobatch.report.read import Run, direction, one_line
 
 CONFIG, RESULT, SPEED, MEMORY, SAME = "config", "result", "speed", "memory and processes", "same training"
+ERROR = "reason"
 JOB = "job"
 
 
@@ -62,9 +63,9 @@ def tabulate(runs: Sequence[Run]) -> Comparison:
     names = sorted({name for pair in metrics for which in pair for name in which}, key=_metric_order)
     columns = [Column(JOB, CONFIG, rank=1)]
     columns += [Column(key, CONFIG, rank=2 + i) for i, key in enumerate(keys)]
-    columns += [Column("state", RESULT, rank=1), Column("error", RESULT)]
+    columns += [Column("state", RESULT, rank=1)]
     for name in names:
-        for which, pick in (("final", 0), ("best", 1)):
+        for which, pick in (("best", 1), ("final", 0)):
             if any(name in pair[pick] for pair in metrics):
                 rank = _RANKS.get(f"{which} {name}", 0)
                 columns.append(Column(f"{which} {name}", RESULT, direction(name), rank))
@@ -74,12 +75,12 @@ def tabulate(runs: Sequence[Run]) -> Comparison:
     used = {c.key for c in columns if any(row.get(c.key) is not None for row in rows)}
     columns = [c for c in columns if c.key in used or c.group == CONFIG]
 
-    def rank(index: int) -> tuple[bool, bool, float]:
+    def place(index: int) -> tuple[bool, bool, float]:
         value = number(rows[index].get(primary or ""))
         sign = direction((primary or "").removeprefix("best "))
         return not runs[index].completed, not math.isfinite(value), -sign * value if math.isfinite(value) else 0.0
 
-    order = sorted(range(len(runs)), key=rank)  # stable: jobs that tie keep their order
+    order = sorted(range(len(runs)), key=place)  # stable: jobs that tie keep their order
     full = [{c.key: rows[i].get(c.key) for c in columns} for i in order]
     return Comparison([runs[i] for i in order], columns, full, primary, keys)
 
@@ -102,6 +103,7 @@ _FIXED = [
     Column("weight distance", SAME),
     Column("loss difference", SAME),
     Column("losses part at", SAME, rank=1),
+    Column("error", ERROR),
 ]
 
 
