@@ -94,6 +94,9 @@ def main() -> None:
         if not ranks_from_environment().is_main:
             launch.follow()
         check_words(sys.argv[1:])
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            print(hydra_extras.help_screen(conf_folder(), sys.argv[0]))
+            sys.exit(0)
         hydra_extras.install(["run", *sys.argv[1:]])
         one_job()
         code = 0

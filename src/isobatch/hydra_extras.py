@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import count
@@ -115,6 +116,23 @@ class Stamp:
 
 
 STAMP = Stamp()
+
+
+def help_screen(conf: Path, program: str = "train.py", width: int = 112) -> str:
+    """What `--help` shows: conf/hydra/help/isobatch.yaml with the groups of `conf` and their choices filled in."""
+    groups = sorted(folder for folder in conf.iterdir() if folder.is_dir() and folder.name != "hydra")
+    lines = []
+    for group in groups:
+        choices = sorted(file.relative_to(group).with_suffix("").as_posix() for file in group.rglob("*.yaml"))
+        if group.name in NUMBERED:
+            choices = [*(name for name in choices if not name.isdigit()), "any positive integer"]
+        if choices:
+            lines += textwrap.wrap(f"{group.name:<13} {', '.join(choices)}", width, subsequent_indent=" " * 14)
+    text = OmegaConf.create({"hydra": {"help": OmegaConf.load(conf / "hydra/help/isobatch.yaml")}}).hydra.help.template
+    text = text.replace("$APP_CONFIG_GROUPS", "\n".join(f"  {line}" for line in lines) + "\n")
+    if not program.endswith(".py"):  # the console script
+        text = text.replace("python train.py", Path(program).name.ljust(len("python train.py")))
+    return str(text).rstrip()
 
 
 def install(arguments: Sequence[str] = ()) -> None:

@@ -23,8 +23,8 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
     import torch
 
     what, here = os.environ.get("STANDIN", ""), f"{ranks.rank}"
-    if plain["accumulation"]["steps"] != int(os.environ.get("STANDIN_AT", plain["accumulation"]["steps"] or 0)):
-        what = ""
+    if os.environ.get("STANDIN_AT", str(plain["accumulation"]["steps"])) != str(plain["accumulation"]["steps"]):
+        what = ""  # meant for another job of the sweep
     summary: dict[str, Any] = {"state": "failed", "error": None, "steps": 0}
     total = ranks.all_reduce(torch.ones(1)).item()
     log.info("rank %d of %d, sum %g, in %s", ranks.rank, ranks.world_size, total, run_dir)

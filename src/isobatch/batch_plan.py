@@ -1,0 +1,183 @@
+"""The contract's integers: how an effective batch is cut into shards, and who computes which.
+
+Pure integers, no torch, no environment: the same answer in every process, on every plan. A position is an index into
+an epoch's order; everything here speaks of positions as `range`s, so that a shard costs nothing until it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isobatch.errors import ConfigError
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One effective batch on one hardware plan; `num_shards` is the contract's, the other two the plan's.
+
+    Two batches with the same `effective` and `micro` cut the same shards, whatever `num_replicas` is.
+    """
+
+    effective: int
+    micro: int
+    num_replicas: int
+
+    @property
+    def num_shards(self) -> int:
+        return ceil_div(self.effective, self.micro)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro steps of the busiest replica in one window."""
+        return ceil_div(self.num_shards, self.num_replicas)
+
+    def shards_of(self, replica: int) -> range:
+        """The shards that `replica` computes: contiguous, the first V % R replicas take one more.
+
+        Contiguous, because the exact tree reduction then sends one partial sum per replica when V/R is a power of two.
+        """
+        each, extra = divmod(self.num_shards, self.num_replicas)
+        start = replica * each + min(replica, extra)
+        return range(start, start + each + (replica < extra))
+
+    def micro_steps(self, replicas: range, lanes: int) -> list[tuple[int, ...]]:
+        """The shards that a process with these replicas runs in one window, micro step by micro step.
+
+        With several lanes (a device for each replica of the process) a micro step holds the next shard of every
+        replica; with one lane the replicas' shards follow each other.
+        """
+        mine = [self.shards_of(replica) for replica in replicas]
+        if lanes == 1:
+            return [(shard,) for shards in mine for shard in shards]
+        return [tuple(s[k] for s in mine if k < len(s)) for k in range(max(map(len, mine)))]
+
+
+def resolve_batch(effective: int | None, micro: int | None, accumulation: int | None, num_replicas: int) -> Batch:
+    """Fill in what the user left open of effective = micro x replicas x accumulation.
+
+    Args:
+        effective: samples of one optimizer step; None = micro x replicas x accumulation (accumulation enlarges the batch).
+        micro: most samples of one forward; None = what follows from the other two.
+        accumulation: micro steps of the busiest replica; None = what follows (1 when micro is open too).
+    Raises:
+        ConfigError: effective and micro both open; all three given and inconsistent; a number below 1.
+    """
+    for key, value in (("batch.effective", effective), ("batch.micro", micro), ("accumulation.steps", accumulation)):
+        if value is not None and value < 1:
+            raise ConfigError(key, value, "must be a positive integer", f"set {key} to 1 or more, or null")
+    if effective is None:
+        if micro is None:
+            raise ConfigError("batch.effective", None, "neither batch.effective nor batch.micro is given",
+                              "give batch.effective (say 48), or batch.micro with accumulation")  # fmt: skip
+        return Batch(micro * num_replicas * (accumulation or 1), micro, num_replicas)
+    if micro is None:
+        return Batch(effective, ceil_div(effective, num_replicas * (accumulation or 1)), num_replicas)
+    if micro > effective:
+        raise ConfigError("batch.micro", micro, f"is more than batch.effective={effective}",
+                          f"set batch.micro={effective} or raise batch.effective")  # fmt: skip
+    batch = Batch(effective, micro, num_replicas)
+    if accumulation not in (None, batch.accumulation_steps):
+        raise ConfigError(
+            "accumulation.steps", accumulation,
+            f"batch.effective={effective} with batch.micro={micro} on {num_replicas} replica(s) takes "
+            f"{batch.accumulation_steps} micro steps, not {accumulation}",
+            f"set accumulation={batch.accumulation_steps} (or auto), or batch.micro=null",
+        )  # fmt: skip
+    return batch
+
+
+@dataclass(frozen=True)
+class Window:
+    """The positions of one optimizer step. `shard(v)` is `positions[v::V]`, in the tail window too."""
+
+    step: int
+    epoch: int
+    positions: range
+    num_shards: int
+
+    @property
+    def size(self) -> int:
+        return len(self.positions)
+
+    def shard(self, v: int) -> range:
+        return self.positions[v :: self.num_shards]
+
+    @property
+    def num_filled(self) -> int:
+        """Shards with at least one sample; the last shards of a small tail window are empty."""
+        return min(self.num_shards, self.size)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A batch laid over epochs of `order_size` positions.
+
+    Args:
+        order_size: positions of one epoch's order, as the sampler states it.
+        tail: `keep` the last window at its true size, `drop` it, or `pad` the order with its own first positions up
+            to a multiple of the number of shards, as torch's DistributedSampler does.
+    """
+
+    batch: Batch
+    order_size: int
+    tail: str = "keep"
+
+    def __post_init__(self) -> None:
+        if self.order_size < 1:
+            raise ConfigError("data.name", "", "the training set is empty", "point data.root at a folder with samples")
+        if self.windows_per_epoch == 0:
+            raise ConfigError(
+                "sampler.tail", self.tail,
+                f"one epoch has {self.order_size} samples, less than batch.effective={self.batch.effective}: nothing is left to train on",
+                "set sampler.tail=keep or lower batch.effective",
+            )  # fmt: skip
+
+    @property
+    def epoch_size(self) -> int:
+        """Positions consumed in one epoch, after `tail`."""
+        effective, shards = self.batch.effective, self.batch.num_shards
+        if self.tail == "drop":
+            return self.order_size - self.order_size % effective
+        if self.tail == "pad":
+            return ceil_div(self.order_size, shards) * shards
+        return self.order_size
+
+    @property
+    def windows_per_epoch(self) -> int:
+        return ceil_div(self.epoch_size, self.batch.effective)
+
+    @property
+    def tail_size(self) -> int:
+        """Samples of the last window of an epoch (the effective batch when it divides the epoch)."""
+        return self.epoch_size - (self.windows_per_epoch - 1) * self.batch.effective
+
+    def window(self, step: int) -> Window:
+        """The window of global step `step` (0-based). Positions may pass `order_size` under `tail=pad`: wrap them."""
+        epoch, index = divmod(step, self.windows_per_epoch)
+        start = index * self.batch.effective
+        positions = range(start, min(start + self.batch.effective, self.epoch_size))
+        return Window(step, epoch, positions, self.batch.num_shards)
+
+    def samples_before(self, step: int) -> int:
+        """Samples consumed by steps 0 .. step-1."""
+        epochs, index = divmod(step, self.windows_per_epoch)
+        return epochs * self.epoch_size + index * self.batch.effective
+
+    def smallest_shard(self) -> int:
+        """Samples of the smallest non-empty shard of any window (batch norm cannot use a shard of one)."""
+        sizes = [self.tail_size] if self.windows_per_epoch == 1 else [self.batch.effective, self.tail_size]
+        return min(max(1, size // self.batch.num_shards) for size in sizes)
+
+    def as_dict(self) -> dict[str, int]:
+        """The `plan` of plan.json and summary.json (the launcher adds `world_size`)."""
+        return {
+            "effective_batch": self.batch.effective,
+            "micro_batch": self.batch.micro,
+            "num_replicas": self.batch.num_replicas,
+            "accumulation_steps": self.batch.accumulation_steps,
+            "num_shards": self.batch.num_shards,
+        }

@@ -1,0 +1,28 @@
+"""Range checks for option dataclasses: each raises the one line that a person can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from isobatch.errors import ConfigError
+
+
+def choice(key: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ConfigError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        names = ", ".join("null" if a is None else str(a).lower() if isinstance(a, bool) else str(a) for a in allowed)
+        raise ConfigError(key, value, "is not a valid choice", f"choose one of {names}")
+
+
+def positive(key: str, value: Any) -> None:
+    """Raise ConfigError unless `value` > 0 (NaN fails too)."""
+    if not value > 0:
+        raise ConfigError(key, value, "must be positive", f"set {key} to 1 or more" if isinstance(value, int) else
+                          f"set {key} above 0")  # fmt: skip
+
+
+def within(key: str, value: float, low: float, high: float) -> None:
+    """Raise ConfigError unless low <= value <= high (NaN fails too)."""
+    if not low <= value <= high:
+        raise ConfigError(key, value, f"is not between {low:g} and {high:g}", f"set {key} into that range")

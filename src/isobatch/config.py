@@ -1,0 +1,201 @@
+"""The typed configuration: one tree, checked in one place, before any device is touched.
+
+Hydra composes plain data from conf/; `load` turns it into dataclasses. A name in the data reaches a class only through
+the group's table, so a config read from a run, a checkpoint or a server can never name code to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from isobatch import (
+    accumulation,
+    augment,
+    checkpoint,
+    data,
+    ema,
+    logger,
+    loss,
+    model,
+    optimizer,
+    parallel,
+    precision,
+    reduction,
+    sampler,
+    scheduler,
+)
+from isobatch.checks import choice, positive
+from isobatch.errors import ConfigError
+
+TABLES: dict[str, dict[str, Any]] = {
+    "parallel": parallel.TABLE,
+    "precision": precision.TABLE,
+    "sampler": sampler.TABLE,
+    "accumulation": accumulation.TABLE,
+    "reduction": reduction.TABLE,
+    "data": data.TABLE,
+    "augment": augment.TABLE,
+    "model": model.TABLE,
+    "loss": loss.TABLE,
+    "optimizer": optimizer.TABLE,
+    "scheduler": scheduler.TABLE,
+    "ema": ema.TABLE,
+    "checkpoint": checkpoint.TABLE,
+    "logger": logger.TABLE,
+}
+
+
+def conf_folder() -> Path:
+    """conf/ of the installed wheel, or of the repository that this file sits in."""
+    packaged = Path(__file__).parent / "conf"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "conf"
+
+
+def resolved(composed: Any) -> dict[str, Any]:
+    """Hydra's composed config as plain data: interpolations resolved, nothing missing."""
+    plain: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore
+    return plain
+
+
+def to_yaml(plain: Mapping[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    effective: int | None = 48
+    micro: Any = None  # a positive integer, null, or `auto`: the largest that fits
+
+    def __post_init__(self) -> None:
+        if self.effective is not None:
+            positive("batch.effective", self.effective)
+        if isinstance(self.micro, bool) or not (self.micro in (None, "auto") or isinstance(self.micro, int)):
+            raise ConfigError("batch.micro", self.micro, "is neither a positive integer, null nor auto",
+                              "set batch.micro=16, batch.micro=null or batch.micro=auto")  # fmt: skip
+        if isinstance(self.micro, int):
+            positive("batch.micro", self.micro)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The top-level keys that are no group."""
+
+    task: str = "train"
+    seed: int = 0
+    epochs: int | None = 20
+    steps: int | None = None
+    batch: Any = None  # BatchOptions, built on its own: OmegaConf takes frozen dataclasses at the top level only
+    max_grad_norm: float | None = None
+    log_every: int = 10
+    eval_every: int | None = None
+    resume: str | None = None
+    allow_contract_change: bool = False
+    imports: list[str] = field(default_factory=list)
+    deterministic: bool = False
+    threads: int | None = None
+    compile: bool = False
+    channels_last: bool | None = None
+    on_nonfinite: str = "stop"
+
+    def __post_init__(self) -> None:
+        choice("task", self.task, ("train", "evaluate", "plan"))
+        choice("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", self.seed, "is not in 0 .. 2^63-1", "set seed=0")
+        if (self.epochs is None) == (self.steps is None):
+            raise ConfigError("steps", self.steps, f"exactly one of steps and epochs={self.epochs} has to be null",
+                              "set epochs=null steps=1000, or steps=null epochs=20")  # fmt: skip
+        for key in ("epochs", "steps", "log_every", "eval_every", "threads", "max_grad_norm"):
+            if getattr(self, key) is not None:
+                positive(key, getattr(self, key))
+        if self.task == "evaluate" and self.resume is None:
+            raise ConfigError("resume", None, "task=evaluate needs a run to evaluate", "set resume=<run folder>")
+
+
+@dataclass(frozen=True)
+class Config(Settings):
+    """The whole tree. `plain` is the resolved data it was built from: what config.yaml, checkpoints and W&B get."""
+
+    parallel: Any = None
+    precision: Any = None
+    sampler: Any = None
+    accumulation: Any = None
+    reduction: Any = None
+    data: Any = None
+    augment: Any = None
+    model: Any = None
+    loss: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    ema: Any = None
+    checkpoint: Any = None
+    logger: Any = None
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+def load(plain: Mapping[str, Any]) -> Config:
+    """Build the typed tree from the composed, resolved, plain data.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, a value out of range, a choice that no table has, or settings that
+            contradict each other.
+    """
+    for name in plain.get("imports") or []:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError("imports", name, f"cannot be imported ({error})",
+                              "install the package or put its folder on PYTHONPATH") from None  # fmt: skip
+    scalars = {key: value for key, value in plain.items() if key not in TABLES}
+    batch = typed(BatchOptions, scalars.pop("batch", {}), "batch.")
+    settings = typed(Settings, scalars, "")
+    groups = {group: options(group, plain.get(group)) for group in TABLES}
+    values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
+    config = Config(**{**values, **groups, "batch": batch, "plain": dict(plain)})
+    check_together(config)
+    return config
+
+
+def options(group: str, node: Any) -> Any:
+    """The options dataclass that `node["name"]` names in the group's table, filled from the rest of `node`."""
+    table = TABLES[group]
+    name = node.get("name") if isinstance(node, Mapping) else None
+    if name not in table:
+        near = difflib.get_close_matches(str(name), table, n=3) or sorted(table)
+        raise ConfigError(f"{group}.name", name, f"no such {group}", f"choose one of {', '.join(near)}")
+    return typed(table[name], node, group + ".")
+
+
+def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
+    """`cls` built from `node` with OmegaConf's conversions; its complaints become one line with the full key."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    for key in node:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1) or sorted(known)
+            raise ConfigError(prefix + str(key), node[key], f"{cls.__name__} has no such option",
+                              f"did you mean {prefix}{', '.join(near)}")  # fmt: skip
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), dict(node)))
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "")
+        value: Any = node
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else value
+        problem = str(error.msg or error).splitlines()[0]
+        raise ConfigError(prefix + key, value, problem, "see the comments in conf/ for the values it takes") from None
+
+
+def check_together(config: Config) -> None:
+    """What no group can see alone."""
+    if config.augment.name != "none" and config.data.kind != "images":
+        raise ConfigError("augment.name", config.augment.name, f"data={config.data.name} are no images",
+                          "set augment=none")  # fmt: skip

@@ -1,0 +1,154 @@
+"""From the batch plan to tensors on the device: which samples this process reads for each window, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from isobatch.batch_plan import BatchPlan, Window
+from isobatch.data import Split
+from isobatch.distributed import Ranks
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One forward and backward of this process.
+
+    Args:
+        shards: the shards it holds, one per lane; sizes: samples of each.
+        inputs: (N, ...), targets: (N, ...), on the device, N the sum of `sizes`.
+        weight: of its loss in the window: the sum over all micro batches of all replicas is 1.
+        is_first, is_last: within this process's part of the window.
+    """
+
+    shards: tuple[int, ...]
+    sizes: tuple[int, ...]
+    inputs: Tensor
+    targets: Tensor
+    weight: float
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(slots=True)
+class WindowData:
+    """One window as this process sees it; `micro_batches` can be gone through once (a list: as often as wanted)."""
+
+    window: Window
+    micro_batches: Any
+
+
+class Request(NamedTuple):
+    """(epoch, indices): the virtual sample indices (N,) of one micro step, as the sampler numbers them."""
+
+    epoch: int
+    indices: Tensor
+
+
+class Source(Protocol):
+    """Turns requests into (inputs, targets) on the device, in order."""
+
+    def batches(self, requests: Iterator[Request]) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
+class TensorSource:
+    """A split that lives in the device's memory: a batch is two gathers, no worker, no copy."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor], device: torch.device, channels_last: bool = False):
+        self.inputs, self.targets = (t.to(device) for t in tensors)
+        self.device, self.size = device, len(self.targets)
+        self.channels_last = channels_last and self.inputs.ndim == 4
+
+    def batches(self, requests: Iterator[Request]) -> Iterator[tuple[Tensor, Tensor]]:
+        for request in requests:
+            index = request.indices.to(self.device, non_blocking=True) % self.size
+            inputs = self.inputs.index_select(0, index)
+            if self.channels_last:
+                inputs = inputs.to(memory_format=torch.channels_last)
+            yield inputs, self.targets.index_select(0, index)
+
+
+def make_source(split: Split, device: torch.device, config: Any, channels_last: bool, ranks: Ranks) -> Source:
+    """In-memory splits are indexed on the device; the others are read by workers."""
+    return TensorSource(split.tensors, device, channels_last)  # type: ignore[arg-type]
+
+
+class Feed:
+    """Windows of the training set for the replicas of this process.
+
+    Args:
+        order: epoch -> virtual indices (order_size,) int64 on the CPU (see sampler.py).
+        size: of the dataset; a virtual index is sample + size * occurrence.
+        averages: the loss is a mean over samples (its weight is n_shard / n_window), else a sum (1 / num_shards).
+        prepare: last touch on the device for a micro batch (mixup): (inputs, targets, step, shards, sizes) -> both.
+        keep: hold a window's batches until it is done, so that a step can be replayed.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        plan: BatchPlan,
+        order: Callable[[int], Tensor],
+        replicas: range,
+        lanes: int,
+        averages: bool = True,
+        prepare: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        keep: bool = False,
+    ):
+        self.source, self.plan, self.averages, self.prepare, self.keep = source, plan, averages, prepare, keep
+        self.micro_steps = plan.batch.micro_steps(replicas, lanes)
+        self.order = lru_cache(maxsize=2)(lambda epoch: self._padded(order(epoch)))
+
+    def _padded(self, order: Tensor) -> Tensor:
+        """`tail=pad` repeats the order's own start, as often as needed, as DistributedSampler does."""
+        missing = self.plan.epoch_size - len(order)
+        if missing <= 0:
+            return order
+        return order.repeat(missing // len(order) + 2)[: self.plan.epoch_size]
+
+    def shard_indices(self, window: Window, shard: int) -> Tensor:
+        """Virtual indices (n,) of one shard."""
+        positions = window.shard(shard)
+        return self.order(window.epoch)[positions.start : positions.stop : positions.step]
+
+    def indices(self, window: Window) -> Tensor:
+        """Virtual indices of the whole window, in the sampler's order."""
+        return self.order(window.epoch)[window.positions.start : window.positions.stop]
+
+    def filled(self, window: Window) -> list[tuple[int, ...]]:
+        """This process's micro steps, without the shards that a small tail window leaves empty."""
+        full = window.num_filled
+        if full == window.num_shards:
+            return self.micro_steps
+        steps = (tuple(v for v in shards if v < full) for shards in self.micro_steps)
+        return [shards for shards in steps if shards]
+
+    def requests(self, start: int, stop: int) -> Iterator[Request]:
+        for step in range(start, stop):
+            window = self.plan.window(step)
+            for shards in self.filled(window):
+                parts = [self.shard_indices(window, v) for v in shards]
+                yield Request(window.epoch, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def windows(self, start: int, stop: int) -> Iterator[WindowData]:
+        """Windows of steps start .. stop-1. Nothing before `start` is read: a resume costs no data."""
+        batches = self.source.batches(self.requests(start, stop))
+        for step in range(start, stop):
+            window = self.plan.window(step)
+            micro_batches = self._micro_batches(window, batches)
+            yield WindowData(window, list(micro_batches) if self.keep else micro_batches)
+
+    def _micro_batches(self, window: Window, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[MicroBatch]:
+        steps = self.filled(window)
+        for k, shards in enumerate(steps):
+            inputs, targets = next(batches)
+            sizes = tuple(len(window.shard(v)) for v in shards)
+            if self.prepare is not None:
+                inputs, targets = self.prepare(inputs, targets, window.step, shards, sizes)
+            weight = sum(sizes) / window.size if self.averages else len(shards) / window.num_shards
+            yield MicroBatch(shards, sizes, inputs, targets, weight, k == 0, k == len(steps) - 1)

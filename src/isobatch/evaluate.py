@@ -1,0 +1,81 @@
+"""Exact evaluation: every sample once at any number of ranks, as sums and counts, never as means of means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobatch.data import Split
+from isobatch.data.feed import Request, Source
+from isobatch.distributed import Ranks
+
+
+@dataclass
+class Evaluator:
+    """Evaluates a split in batches of `batch_size`; batch i goes to rank i mod world size.
+
+    The batches are the same whatever the number of ranks, and each has a slot of its own in the sums, so the result is the
+    same to the bit.
+    """
+
+    split: Split
+    source: Source
+    criterion: Any
+    precision: Any
+    ranks: Ranks
+    device: torch.device
+    batch_size: int
+    num_classes: int
+    averages: bool = True
+
+    def batches(self) -> int:
+        return -(-len(self.split) // self.batch_size)
+
+    def requests(self) -> Iterator[Request]:
+        n = len(self.split)
+        for i in range(self.ranks.rank, self.batches(), self.ranks.world_size):
+            yield Request(0, torch.arange(i * self.batch_size, min((i + 1) * self.batch_size, n)))
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """`eval/loss`, `eval/samples`, and for classes `eval/accuracy` and `eval/accuracy_top5` (0 .. 1).
+
+        The model is the unwrapped one, so no rank waits for another before the one reduction at the end; its training
+        mode is put back module by module.
+        """
+        modes = [(m, m.training) for m in model.modules()]
+        model.eval()
+        try:
+            slots = self._slots(model)
+        finally:
+            for module, training in modes:
+                module.training = training
+        total = self.ranks.all_reduce(slots).cpu().sum(0).tolist()
+        samples = int(total[1])
+        result = {"eval/loss": total[0] / samples if self.averages else total[0] / self.batches(),
+                  "eval/samples": samples}  # fmt: skip
+        if self.num_classes:
+            result["eval/accuracy"] = total[2] / samples
+            result["eval/accuracy_top5"] = total[3] / samples
+        return result
+
+    def _slots(self, model: nn.Module) -> Tensor:
+        """(batches, 4) float64: loss summed over samples, samples, correct, correct within the first five."""
+        slots = torch.zeros(self.batches(), 4, dtype=torch.float64, device=self.device)
+        mine = range(self.ranks.rank, self.batches(), self.ranks.world_size)
+        for i, (inputs, targets) in zip(mine, self.source.batches(self.requests()), strict=True):
+            with self.precision.autocast(self.device):
+                output = model(inputs)
+                loss = self.criterion(output, targets)
+            n = len(targets)
+            slots[i, 0] = loss.double() * n if self.averages else loss.double()
+            slots[i, 1] = n
+            if self.num_classes:
+                best = output.topk(min(5, output.shape[1]), dim=1).indices == targets.unsqueeze(1)
+                slots[i, 2] = best[:, 0].sum()
+                slots[i, 3] = best.sum()
+        return slots

@@ -1,0 +1,192 @@
+"""The loop over windows: when to log, evaluate, save and stop. What a step does is step.py's."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from isobatch.checkpoint import Checkpointer
+from isobatch.console import Console
+from isobatch.data.feed import Feed, WindowData
+from isobatch.distributed import Ranks
+from isobatch.errors import JobFailed, Stopped
+from isobatch.evaluate import Evaluator
+from isobatch.logger import Logger
+from isobatch.run_files import RunFiles
+from isobatch.state import TrainState
+from isobatch.step import Parts, train_step
+
+
+@dataclass
+class Clock:
+    """Seconds of training without evaluation and saving; `first_step` is None until the first step has ended."""
+
+    train_s: float = 0.0
+    first_step: float | None = None
+    _since: float = field(default_factory=time.perf_counter)
+
+    def lap(self) -> float:
+        """Add the time since the last lap or restart; returns the total."""
+        now = time.perf_counter()
+        self.train_s += now - self._since
+        self._since = now
+        return self.train_s
+
+    def restart(self) -> None:
+        self._since = time.perf_counter()
+
+
+@dataclass
+class Loop:
+    state: TrainState
+    parts: Parts
+    feed: Feed
+    evaluator: Evaluator
+    schedule: Callable[[int], float]
+    checkpointer: Checkpointer
+    logger: Logger
+    console: Console
+    files: RunFiles
+    ranks: Ranks
+    total_steps: int
+    log_every: int
+    eval_every: int
+    stop_requested: Callable[[], int]
+    clock: Clock = field(default_factory=Clock)
+    trained_samples: int = 0
+    last_eval: dict[str, float] = field(default_factory=dict)
+    last_train: dict[str, float] = field(default_factory=dict)
+
+    def samples_per_s(self) -> float | None:
+        """Over the whole training, without evaluation and saving."""
+        return self.trained_samples / self.clock.train_s if self.clock.train_s else None
+
+    def train(self) -> None:
+        """Train until `total_steps`.
+
+        Raises:
+            Stopped: on a signal, after a complete checkpoint. JobFailed: the loss is not finite.
+        """
+        state = self.state
+        poll = StopPoll(self.ranks, self.stop_requested)
+        self.clock.restart()
+        logged_samples = state.samples
+        logged_s = self.clock.train_s
+        for data in self.feed.windows(state.step, self.total_steps):
+            lr = self._set_lr()
+            log_now = (state.step + 1) % self.log_every == 0 or state.step + 1 == self.total_steps
+            applied, norm = train_step(state, self.parts, data, want_norm=log_now)
+            state.step += 1
+            state.samples += data.window.size
+            self.trained_samples += data.window.size
+            state.update += applied
+            state.skipped_steps += not applied
+            if log_now or state.step == 1:
+                row = self._row(data, lr, norm)
+                seconds = self.clock.lap()
+                row["perf/samples_per_s"] = (state.samples - logged_samples) / max(seconds - logged_s, 1e-9)
+                row["time_s"] = seconds
+                logged_samples, logged_s = state.samples, seconds
+                self._log(row)
+            self.console.advance(state.step, data.window.epoch)
+            if self.clock.first_step is None:
+                self.clock.first_step = time.time()
+            self._between_steps(poll.due(state.step))
+
+    def _between_steps(self, signum: int) -> None:
+        """Evaluation and saving, outside the training clock."""
+        state = self.state
+        last = state.step == self.total_steps
+        evaluates = last or state.step % self.eval_every == 0
+        saves = last or self.checkpointer.due(state.step)
+        if not (evaluates or saves or signum):
+            return
+        self.clock.lap()
+        improved: list[str] = []
+        if evaluates and not signum:
+            improved = self.evaluate()
+        if signum or saves or improved:
+            self.checkpointer.save(state, improved)
+        if signum:
+            self.checkpointer.wait()
+            raise Stopped(signum)
+        self.clock.restart()
+
+    def evaluate(self) -> list[str]:
+        """Evaluate the model (its EMA, where there is one); returns the metrics that are now at their best."""
+        state = self.state
+        model = state.model if state.ema is None else state.ema.module
+        result = self.evaluator(model)
+        row = {"step": state.step, "update": state.update, "samples": state.samples, **result}
+        self.last_eval = result
+        improved = []
+        for metric in ("eval/loss", "eval/accuracy"):
+            value = result.get(metric, math.nan)
+            best = state.best.get(metric)
+            sign = -1 if metric == "eval/loss" else 1
+            if math.isfinite(value) and (best is None or sign * value > sign * best["value"]):
+                state.best[metric] = {"value": value, "step": state.step}
+                improved.append(metric)
+        self.files.row(row)
+        self.logger.log(row)
+        self.console.evaluation(row)
+        return improved
+
+    def _set_lr(self) -> float:
+        factor = self.schedule(self.state.update)
+        lr = 0.0
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+            lr = max(lr, group["lr"])
+        return lr
+
+    def _row(self, data: WindowData, lr: float, norm: torch.Tensor | None) -> dict[str, Any]:
+        """The row of a logged step. Reading the loss is where the host waits for the device."""
+        state = self.state
+        loss = self.parts.reducer.window_loss().item()
+        if not math.isfinite(loss) and not state.scaler.is_enabled() and not self.parts.skip_nonfinite:
+            self.checkpointer.forbid()
+            raise JobFailed(
+                f"train/loss is {loss} at step {state.step} (samples {self.feed.indices(data.window).tolist()[:8]} ...); "
+                "the last good checkpoint is kept; lower optimizer.lr or set on_nonfinite=skip"
+            )
+        row = {"step": state.step, "update": state.update, "epoch": data.window.epoch, "samples": state.samples,
+               "train/loss": loss, "train/lr": lr}  # fmt: skip
+        if norm is not None:
+            row["train/grad_norm"] = norm.item()
+        row["train/loss_scale"] = state.scaler.get_scale()
+        row["train/skipped_steps"] = state.skipped_steps
+        return row
+
+    def _log(self, row: dict[str, Any]) -> None:
+        self.last_train = row
+        self.files.row(row)
+        self.logger.log(row)
+        self.console.step(row)
+
+
+class StopPoll:
+    """Ranks agree on a stop at a step boundary, about once a second, so that the question costs nothing per step."""
+
+    def __init__(self, ranks: Ranks, requested: Callable[[], int]):
+        self.ranks, self.requested = ranks, requested
+        self.next_step, self.asked_at, self.asked_step = 0, time.monotonic(), 0
+
+    def due(self, step: int) -> int:
+        """The signal to stop for, 0 = none. The same on every rank."""
+        if self.ranks.world_size == 1:
+            return self.requested()
+        if step < self.next_step:
+            return 0
+        signum = self.ranks.agree(self.requested())
+        now = time.monotonic()
+        pace = (now - self.asked_at) / max(1, step - self.asked_step)
+        # the slowest rank's pace decides, so that all ask again at the same step
+        self.next_step = step + max(1, 1000 // max(1, self.ranks.agree(round(pace * 1000))))
+        self.asked_at, self.asked_step = now, step
+        return signum

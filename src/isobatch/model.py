@@ -1,0 +1,131 @@
+"""Group `model`: timm architectures by name, and two small models of our own."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from isobatch.checks import choice, positive, within
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from isobatch.data import DataInfo
+
+BATCH_NORM = ("shard", "sync", "frozen")
+
+
+@dataclass(frozen=True)
+class Timm:
+    """Any architecture that timm knows; classes and input channels come from the data.
+
+    Args:
+        arch: timm's name, with a pretrained tag if wanted (`resnet18.a1_in1k`).
+        batch_norm: `shard` (statistics of a shard; running statistics averaged over the window), `sync` (over the
+            whole micro step of all ranks, CUDA only), `frozen` (as loaded).
+        kwargs: handed to timm.create_model (img_size, patch_size, ...).
+    """
+
+    name: str = "timm"
+    arch: str = "resnet18"
+    pretrained: bool = False
+    checkpoint_path: str | None = None
+    batch_norm: str = "shard"
+    drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
+    grad_checkpointing: bool = False
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        choice("model.batch_norm", self.batch_norm, BATCH_NORM)
+        within("model.drop_rate", self.drop_rate, 0, 1)
+        within("model.drop_path_rate", self.drop_path_rate, 0, 1)
+
+    def build(self, info: DataInfo) -> nn.Module:
+        import timm
+
+        base = self.arch.split(".")[0]
+        if not timm.is_model(base):
+            near = difflib.get_close_matches(base, timm.list_models(), n=3, cutoff=0.4) or ["resnet18"]
+            raise ConfigError("model.arch", self.arch, "timm has no such architecture", f"try {', '.join(near)}")
+        if info.num_classes < 1:
+            raise ConfigError("model.name", self.name, f"a classifier needs classes, and data={info.name} has none",
+                              "set model=linear or model=mlp")  # fmt: skip
+        rates = {k: v for k, v in (("drop_rate", self.drop_rate), ("drop_path_rate", self.drop_path_rate)) if v}
+        try:
+            model = timm.create_model(
+                self.arch, pretrained=self.pretrained, num_classes=info.num_classes, in_chans=info.in_chans,
+                checkpoint_path=self.checkpoint_path or "", **rates, **self.kwargs,
+            )  # fmt: skip
+        except (TypeError, AssertionError, FileNotFoundError, RuntimeError) as error:
+            raise ConfigError("model.arch", self.arch, f"timm could not build it ({error})",
+                              "check model.kwargs, model.pretrained and model.checkpoint_path") from None  # fmt: skip
+        if self.grad_checkpointing:
+            model.set_grad_checkpointing(True)
+        return model
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer on flat inputs: features -> `outputs` (null: the number of classes, or 1 without classes).
+
+    `init`: `default` (torch's), or `ones` / `zeros` for experiments that are worked out by hand.
+    """
+
+    name: str = "linear"
+    batch_norm: str = "shard"
+    outputs: int | None = None
+    bias: bool = True
+    init: str = "default"
+
+    def __post_init__(self) -> None:
+        choice("model.init", self.init, ("default", "ones", "zeros"))
+        choice("model.batch_norm", self.batch_norm, BATCH_NORM)
+
+    def build(self, info: DataInfo) -> nn.Module:
+        from torch import nn
+
+        layer = nn.Linear(info.features, self.outputs or max(1, info.num_classes), bias=self.bias)
+        if self.init != "default":
+            for parameter in layer.parameters():
+                nn.init.constant_(parameter, float(self.init == "ones"))
+        return nn.Sequential(nn.Flatten(), layer)
+
+
+@dataclass(frozen=True)
+class MLP:
+    """`depth` hidden layers of `width` units with ReLU on flat inputs; optional batch norm and dropout."""
+
+    name: str = "mlp"
+    batch_norm: str = "shard"
+    width: int = 128
+    depth: int = 2
+    outputs: int | None = None
+    norm: bool = False
+    drop_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("model.width", self.width)
+        positive("model.depth", self.depth)
+        within("model.drop_rate", self.drop_rate, 0, 1)
+        choice("model.batch_norm", self.batch_norm, BATCH_NORM)
+
+    def build(self, info: DataInfo) -> nn.Module:
+        from torch import nn
+
+        layers: list[nn.Module] = [nn.Flatten()]
+        width = info.features
+        for _ in range(self.depth):
+            layers.append(nn.Linear(width, self.width))
+            if self.norm:
+                layers.append(nn.BatchNorm1d(self.width))
+            layers.append(nn.ReLU())
+            if self.drop_rate:
+                layers.append(nn.Dropout(self.drop_rate))
+            width = self.width
+        return nn.Sequential(*layers, nn.Linear(width, self.outputs or max(1, info.num_classes)))
+
+
+TABLE: dict[str, Any] = {"timm": Timm, "linear": Linear, "mlp": MLP}

@@ -1,0 +1,83 @@
+"""Group `optimizer`: any optimizer of timm by name, without weight decay on norms and biases, fused where torch can."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from isobatch.checks import positive, within
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Timm:
+    """timm.optim.create_optimizer_v2.
+
+    Args:
+        opt: timm's name (sgd is with Nesterov momentum, `momentum` without; adamw, lamb, ...).
+        lr: for the effective batch as stated; never scaled with the world size.
+        reference_batch: scales lr by effective batch / reference_batch (linear rule, Goyal et al. 2017) on request.
+        decay_norms_and_biases: weight decay on one-dimensional parameters too.
+        layer_decay: lr multiplier per layer from the head down (null: none).
+        fused: null = where torch has it for this optimizer and device.
+        kwargs: handed to the optimizer (betas, eps, ...).
+    """
+
+    name: str = "timm"
+    opt: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    momentum: float = 0.9
+    decay_norms_and_biases: bool = False
+    layer_decay: float | None = None
+    reference_batch: int | None = None
+    fused: bool | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        within("optimizer.lr", self.lr, 0, 1e6)
+        within("optimizer.weight_decay", self.weight_decay, 0, 1e6)
+        within("optimizer.momentum", self.momentum, 0, 1)
+        if self.reference_batch is not None:
+            positive("optimizer.reference_batch", self.reference_batch)
+
+    def build(self, model: nn.Module, effective_batch: int) -> torch.optim.Optimizer:
+        """An optimizer whose groups carry `initial_lr`: what the schedule's factor multiplies."""
+        from timm import optim
+
+        name = self.opt.lower()
+        if name.split("_")[-1] not in optim.list_optimizers():
+            near = difflib.get_close_matches(name, optim.list_optimizers(), n=3, cutoff=0.4) or ["adamw"]
+            raise ConfigError("optimizer.opt", self.opt, "timm has no such optimizer", f"try {', '.join(near)}")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError("optimizer.opt", self.opt, "the model has no trainable parameter", "choose another model")
+        lr = self.lr * (effective_batch / self.reference_batch if self.reference_batch else 1.0)
+        extra = dict(self.kwargs)
+        if self._fused(model):
+            extra["fused"] = True
+        try:
+            optimizer = optim.create_optimizer_v2(
+                model, name, lr=lr, weight_decay=self.weight_decay, momentum=self.momentum,
+                filter_bias_and_bn=not self.decay_norms_and_biases, layer_decay=self.layer_decay, **extra,
+            )  # fmt: skip
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError("optimizer.opt", self.opt, f"timm could not build it ({error})",
+                              "check optimizer.kwargs") from None  # fmt: skip
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = group["lr"] * group.get("lr_scale", 1.0)
+        return optimizer
+
+    def _fused(self, model: nn.Module) -> bool:
+        """Fused where torch has it (a third of the cost of a small step); timm's own optimizers have none."""
+        fused_in_torch = {"sgd", "momentum", "adam", "adamw", "adagrad"}
+        if self.fused is None:
+            return self.opt.lower() in fused_in_torch
+        return self.fused
+
+
+TABLE: dict[str, Any] = {"timm": Timm}

@@ -1,0 +1,217 @@
+"""One run, from its config to its files: the parts are built here, in order, once."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isobatch import batch_norm, checkpoint, hardware, plan_notes
+from isobatch import config as configuration
+from isobatch.batch_plan import BatchPlan, resolve_batch
+from isobatch.config import Config
+from isobatch.console import Console, make_console
+from isobatch.data import Split, Splits
+from isobatch.data.feed import Feed, Source, make_source
+from isobatch.distributed import Ranks, choose_device
+from isobatch.errors import Stopped
+from isobatch.evaluate import Evaluator
+from isobatch.launch.signals import STOP
+from isobatch.logger import Logger, RunInfo
+from isobatch.loop import Clock, Loop
+from isobatch.randomness import ShardSeeder, seed_everything
+from isobatch.run_files import RunFiles
+from isobatch.scheduler import Schedule
+from isobatch.state import TrainState, weights_sha256
+from isobatch.step import Parts
+
+
+def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
+    """Do what `task` says, in this process, as one of `ranks`. Returns the last evaluation's objective (see objective).
+
+    However it ends, the run folder says so.
+
+    Raises:
+        ConfigError: refused. Stopped: by a signal, after a checkpoint. JobFailed and others: failed.
+    """
+    run = Run(configuration.load(plain), run_dir, ranks)
+    try:
+        run.build()
+        run.perform()
+    except BaseException as error:
+        run.finish("stopped" if isinstance(error, Stopped) else "failed", error)
+        raise
+    run.finish("completed", None)
+    return objective(run)
+
+
+def objective(run: Run) -> float | None:
+    """What a sweeper optimizes: accuracy of the last evaluation, for data without classes its loss."""
+    result = run.loop.last_eval if run.loop else {}
+    return result.get("eval/accuracy", result.get("eval/loss"))
+
+
+class Run:
+    """The parts of one run."""
+
+    def __init__(self, config: Config, run_dir: Path, ranks: Ranks):
+        self.started = time.time()
+        self.config, self.run_dir, self.ranks = config, run_dir, ranks
+        self.files = RunFiles(run_dir, ranks.is_main)
+        self.logger, self.console = Logger(), Console()
+        self.loop: Loop | None = None
+        self.plan: dict[str, Any] = {}
+
+    def build(self) -> None:
+        """Everything up to the first step; refusals come before the first weight is moved."""
+        config, ranks = self.config, self.ranks
+        self.files.config(configuration.to_yaml(config.plain))
+        config.parallel.check(ranks)
+        self.device = device = choose_device(ranks)
+        threads = hardware.set_up(config, ranks, device)
+        splits: Splits = config.data.load(config.augment.sample_transform(config.data), config.seed)
+        seed_everything(config.seed)  # the weights are drawn next, from the seed alone
+        model = config.model.build(splits.info)
+        batch = resolve_batch(config.batch.effective, config.batch.micro, config.accumulation.steps,
+                              config.parallel.num_replicas(ranks, device))  # fmt: skip
+        order_size = config.sampler.order_size(len(splits.train))
+        plan = BatchPlan(batch, order_size, config.sampler.tail)
+        batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
+        total = config.steps or config.epochs * plan.windows_per_epoch  # type: ignore[operator]
+        self.plan = {**plan.as_dict(), "world_size": ranks.world_size}
+        self.files.plan({
+            **self.plan,
+            "steps_per_epoch": plan.windows_per_epoch, "steps": total, "samples_per_epoch": plan.epoch_size,
+            "tail_size": plan.tail_size, "device": hardware.name(device), "parallel": config.parallel.describe(ranks, device),
+            "precision": config.precision.describe(device), "batch_norm": batch_norm.describe(model, config.model.batch_norm),
+            "identity": hardware.identity(config, device, threads, batch),
+        })  # fmt: skip
+        self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
+        self.console.plan(self.plan_view(plan, total), plan_notes.notes(config, model, plan, ranks, device))
+        if config.task == "plan":
+            return
+        self.assemble(model, splits, plan, total)
+
+    def plan_view(self, plan: BatchPlan, total: int) -> dict[str, str]:
+        """The plan as a person reads it: label -> text."""
+        config, batch = self.config, plan.batch
+        tail = "" if plan.tail_size == batch.effective else f", the last of {plan.tail_size} samples"
+        return {
+            "effective batch": f"{batch.effective} = {batch.num_shards} shard(s) of up to {batch.micro}",
+            "replicas": f"{batch.num_replicas} x {batch.accumulation_steps} micro step(s)",
+            "parallel": config.parallel.describe(self.ranks, self.device),
+            "precision": config.precision.describe(self.device),
+            "reduction": config.reduction.describe(batch.num_shards),
+            "epoch": f"{plan.epoch_size} samples in {plan.windows_per_epoch} updates{tail}",
+            "length": f"{total} updates" + (f" in {config.epochs} epochs" if config.epochs else ""),
+        }
+
+    def assemble(self, model: torch.nn.Module, splits: Splits, plan: BatchPlan, total: int) -> None:
+        config, ranks, device = self.config, self.ranks, self.device
+        channels_last = hardware.wants_channels_last(config, device)
+        model = model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)
+        optimizer = config.optimizer.build(model, plan.batch.effective)
+        working = config.precision.working_copy(model)
+        statistics = batch_norm.ShardStatistics(working.module)
+        if config.compile:
+            working.module.compile()
+        reducer = config.reduction.build(working, config.parallel, plan, ranks, device)
+        state = TrainState(model, optimizer, config.precision.scaler(device), config.ema.build(model), reducer)
+        checkpointer = config.checkpoint.build(self.run_dir, ranks, config.plain)
+        if config.resume is not None:
+            state.load_state_dict(checkpoint.load(config.resume))
+            working.push_weights()
+            self.files.resume_metrics(state.step)
+        lanes = config.parallel.lane_devices(device)
+
+        def source(split: Split, transformed: bool) -> Source:
+            return make_source(split, device, config, channels_last, ranks)
+
+        self.loop = Loop(
+            state=state,
+            parts=Parts(
+                criterion=config.loss.build(), reducer=reducer, precision=config.precision, working=working,
+                statistics=statistics, seed=ShardSeeder(config.seed, lanes), device=device,
+                max_grad_norm=config.max_grad_norm, skip_nonfinite=config.on_nonfinite == "skip",
+            ),
+            feed=Feed(
+                source(splits.train, True), plan,
+                lambda epoch: config.sampler.order(epoch, len(splits.train), config.seed, splits.train.targets),
+                config.parallel.local_replicas(ranks, device), len(lanes), config.loss.averages,
+                config.augment.batch_transform(splits.info, config.seed), keep=reducer.replays,
+            ),
+            evaluator=Evaluator(
+                splits.eval, source(splits.eval, False), config.loss.build(), config.precision, ranks, device,
+                plan.batch.micro, splits.info.num_classes, config.loss.averages,
+            ),
+            schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),
+            checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
+            total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
+            stop_requested=lambda: STOP.requested, clock=Clock(),
+        )  # fmt: skip
+
+    def perform(self) -> None:
+        """Train or evaluate."""
+        if self.loop is None:
+            return
+        state = self.loop.state
+        if self.ranks.is_main:
+            info = RunInfo(self.run_dir, self.config.plain, self.plan, state.logger_run_id)
+            self.logger = self.loop.logger = self.config.logger.build(info)
+            state.logger_run_id = self.logger.run_id
+        if self.config.task == "evaluate":
+            self.loop.evaluate()
+        else:
+            self.loop.train()
+            self.loop.checkpointer.wait()
+
+    def finish(self, ending: str, error: BaseException | None) -> None:
+        """summary.json, the result on the terminal, and the end of the logger's run."""
+        summary = self.summary(ending, error)
+        self.files.summary(summary)
+        self.files.close()
+        self.logger.finish(summary, 0 if ending == "completed" else getattr(error, "exit_code", 1))
+        self.console.result(summary, str(self.run_dir))
+
+    def summary(self, ending: str, error: BaseException | None) -> dict[str, Any]:
+        loop, state = self.loop, self.loop.state if self.loop else None
+        clock = loop.clock if loop else Clock()
+        mine = self.this_rank()
+        # a rank that failed cannot count on the others: only a run that ended together collects from all
+        ranks = self.ranks.gather_objects(mine) if ending == "completed" else [mine]
+        line = None if error is None else " ".join(str(error).split()) or type(error).__name__
+        final = {k: v for k, v in {**(loop.last_train if loop else {}), **(loop.last_eval if loop else {})}.items()
+                 if k.startswith(("train/", "eval/"))}  # fmt: skip
+        return {
+            "state": ending,
+            "steps": state.step if state else 0,
+            "updates": state.update if state else 0,
+            "skipped_steps": state.skipped_steps if state else 0,
+            "samples": state.samples if state else 0,
+            "plan": self.plan or None,
+            "final": final,
+            "best": {metric: best["value"] for metric, best in state.best.items()} if state else {},
+            "weights_sha256": weights_sha256(state.model) if state and self.ranks.is_main else None,
+            "time": {
+                "total_s": time.time() - self.started,
+                "train_s": clock.train_s,
+                "first_step_s": clock.first_step - self.started if clock.first_step else None,
+            },
+            "perf": {"samples_per_s": loop.samples_per_s() if loop else None},
+            "ranks": ranks,
+            "error": line,
+        }
+
+    def this_rank(self) -> dict[str, Any]:
+        device = getattr(self, "device", torch.device("cpu"))
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device) / 2**20
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # Linux counts KiB
+        return {"rank": self.ranks.rank, "local_rank": self.ranks.local_rank, "pid": os.getpid(),
+                "host": platform.node(), "device": hardware.name(device), "peak_memory_mb": round(peak, 1)}  # fmt: skip

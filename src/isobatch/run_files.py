@@ -1,0 +1,78 @@
+"""The files that a run leaves behind, written by the main rank alone (names and keys are an interface: see README)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace `path` in one move, so that a reader never sees half a file."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def finite(data: Any) -> Any:
+    """JSON has no NaN: numbers that are not finite become strings ("nan", "inf"), which float() reads back."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return str(data)
+    if isinstance(data, dict):
+        return {str(key): finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return data
+
+
+class RunFiles:
+    """`config.yaml`, `plan.json`, `metrics.jsonl` and `summary.json` of one run folder; silent on other ranks."""
+
+    def __init__(self, folder: Path, is_main: bool):
+        self.folder, self.is_main = folder, is_main
+        self._metrics: Any = None
+
+    def config(self, text: str) -> None:
+        if self.is_main:
+            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        if self.is_main:
+            write_json(self.folder / "plan.json", plan)
+
+    def resume_metrics(self, step: int) -> None:
+        """Drop rows after `step`: a resumed run writes them again."""
+        path = self.folder / "metrics.jsonl"
+        if not self.is_main or not path.exists():
+            return
+        rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [row for row in rows if row.endswith("\n") and _step_of(row) <= step]
+        part = path.with_name(path.name + ".part")
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, path)
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl; flushed, so that a killed run keeps what it logged."""
+        if self.is_main:
+            if self._metrics is None:
+                self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+            self._metrics.write(json.dumps(finite(row)) + "\n")
+            self._metrics.flush()
+
+    def summary(self, summary: dict[str, Any]) -> None:
+        if self.is_main:
+            write_json(self.folder / "summary.json", summary)
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+
+def _step_of(row: str) -> int:
+    try:
+        return int(json.loads(row)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 2**62  # a damaged line is dropped

@@ -1,0 +1,130 @@
+"""Group `sampler`: the order of an epoch. It knows neither ranks nor batches: the cut is batch_plan's alone.
+
+`order(epoch)` gives int64 positions -> *virtual* indices: sample + n * occurrence, n the dataset's size. The occurrence
+tells repeats of a sample within an epoch apart, so that each gets its own augmentation on every hardware plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.checks import choice, positive
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TAILS = ("keep", "drop", "pad")
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """Bit for bit the permutation of torch.utils.data.DistributedSampler(shuffle=True, seed=seed) for that epoch."""
+
+    name: str = "shuffle"
+    tail: str = "keep"
+
+    def __post_init__(self) -> None:
+        choice("sampler.tail", self.tail, TAILS)
+
+    def order_size(self, n: int) -> int:
+        return n
+
+    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+        import torch
+
+        return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """The dataset's own order, in every epoch."""
+
+    name: str = "sequential"
+    tail: str = "keep"
+
+    def __post_init__(self) -> None:
+        choice("sampler.tail", self.tail, TAILS)
+
+    def order_size(self, n: int) -> int:
+        return n
+
+    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+        import torch
+
+        return torch.arange(n)
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Drawn with replacement so that every class is equally likely; `samples` a epoch (null: the dataset's size)."""
+
+    name: str = "weighted"
+    tail: str = "keep"
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        choice("sampler.tail", self.tail, TAILS)
+        if self.samples is not None:
+            positive("sampler.samples", self.samples)
+
+    def order_size(self, n: int) -> int:
+        return self.samples or n
+
+    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+        import torch
+
+        labels = targets()
+        if labels.dtype != torch.int64 or labels.ndim != 1:
+            raise ConfigError("sampler.name", self.name, "needs class labels, which this dataset does not have",
+                              "set sampler=shuffle")  # fmt: skip
+        weights = 1.0 / torch.bincount(labels).double()[labels]
+        generator = torch.Generator().manual_seed(seed + epoch)
+        drawn = torch.multinomial(weights, self.order_size(n), replacement=True, generator=generator)
+        return drawn + n * _occurrence(drawn)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Repeated augmentation (Hoffer et al. 2020): each shuffled sample `repeats` times in a row, in one window.
+
+    Every epoch reads n/`repeats` different samples, so that an epoch stays n long, as in DeiT's recipe.
+    """
+
+    name: str = "repeated"
+    tail: str = "keep"
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        choice("sampler.tail", self.tail, TAILS)
+        positive("sampler.repeats", self.repeats)
+
+    def order_size(self, n: int) -> int:
+        return n
+
+    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+        import torch
+
+        base = torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch))
+        position = torch.arange(n)
+        return base[position // self.repeats] + n * (position % self.repeats)
+
+
+def _occurrence(drawn: Tensor) -> Tensor:
+    """How often each value stood earlier in `drawn` (N,) -> (N,)."""
+    import torch
+
+    by_value = torch.argsort(drawn, stable=True)
+    grouped = drawn[by_value]
+    starts = torch.ones_like(grouped, dtype=torch.bool)
+    starts[1:] = grouped[1:] != grouped[:-1]
+    position = torch.arange(len(drawn))
+    first = torch.cummax(torch.where(starts, position, torch.zeros_like(position)), 0).values
+    occurrence = torch.empty_like(drawn)
+    occurrence[by_value] = position - first
+    return occurrence
+
+
+TABLE: dict[str, Any] = {"shuffle": Shuffle, "sequential": Sequential, "weighted": Weighted, "repeated": Repeated}

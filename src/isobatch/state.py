@@ -1,0 +1,78 @@
+"""All state that changes during a run, in one place: a checkpoint saves this and the plain config, nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class TrainState:
+    """
+    Args:
+        model: unwrapped; fp32 also where the forward runs on a half copy.
+        ema: timm's ModelEmaV3, or None.
+        reducer: holds the exact reduction's exponents; {} for the others.
+        step: windows consumed; update: updates applied; samples: consumed, over all ranks.
+        best: metric -> {"value": float, "step": int}.
+        logger_run_id: so that a resumed run goes on in the same logger run.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: Any = None
+    reducer: Any = None
+    step: int = 0
+    update: int = 0
+    skipped_steps: int = 0
+    samples: int = 0
+    best: dict[str, dict[str, float]] = field(default_factory=dict)
+    logger_run_id: str | None = None
+
+    COUNTERS = ("step", "update", "skipped_steps", "samples", "best", "logger_run_id")
+
+    def __post_init__(self) -> None:
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    def ema_update(self) -> None:
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.update + 2)  # timm counts from 2: its first update would copy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers, numbers, strings and tensors; keys without any wrapper's prefix."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ema": None if self.ema is None else self.ema.module.state_dict(),
+            "reducer": {} if self.reducer is None else self.reducer.state_dict(),
+            "counters": {name: getattr(self, name) for name in self.COUNTERS},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Strict. A missing scaler state or EMA (saved under another precision or without EMA) starts afresh."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(state["ema"] or state["model"])
+        if self.reducer is not None:
+            self.reducer.load_state_dict(state["reducer"])
+        for name in self.COUNTERS:
+            setattr(self, name, state["counters"][name])
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Over the state dict in sorted key order: each key's UTF-8 name, then the tensor's little-endian bytes."""
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        data = tensor.detach().cpu().contiguous()
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    return digest.hexdigest()

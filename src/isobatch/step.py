@@ -1,0 +1,71 @@
+"""The training step: one window -> one update. Everything that varies comes in as a part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobatch.batch_norm import ShardStatistics
+from isobatch.data.feed import WindowData
+from isobatch.precision import WorkingCopy
+from isobatch.randomness import ShardSeeder
+from isobatch.state import TrainState
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a step is made of, chosen by the config groups; none of it changes during a run."""
+
+    criterion: Any
+    reducer: Any
+    precision: Any
+    working: WorkingCopy
+    statistics: ShardStatistics
+    seed: ShardSeeder
+    device: torch.device
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+
+
+def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: bool = False) -> tuple[bool, Tensor | None]:
+    """Run one window. Returns (update applied, gradient norm before clipping or None when nobody wants it)."""
+    reducer, statistics, scaler, optimizer = parts.reducer, parts.statistics, state.scaler, state.optimizer
+    statistics.begin()
+    while True:
+        reducer.begin(data.window)
+        for micro in data.micro_batches:
+            parts.seed(data.window.step, micro.shards)
+            statistics.enter()
+            with reducer.shard(micro):
+                with parts.precision.autocast(parts.device):
+                    loss = parts.criterion(reducer.module(micro.inputs), micro.targets) * micro.weight
+                statistics.leave(micro)  # before backward: activation checkpointing runs the forward again in there
+                reducer.record(micro, loss)
+                if micro.is_first:
+                    optimizer.zero_grad()  # as late as this, so that gradients and activations never coexist idly
+                scaler.scale(loss * reducer.loss_factor).backward()
+        if reducer.finish():  # now every rank holds the mean gradient over exactly the window's samples
+            break
+        statistics.rollback()
+
+    parts.working.pull_gradients()
+    scaler.unscale_(optimizer)  # once per window, before clipping: the norm is that of the true gradient
+    norm = None
+    if want_norm or parts.max_grad_norm is not None or parts.skip_nonfinite:
+        norm = torch.nn.utils.clip_grad_norm_(state.parameters, parts.max_grad_norm or float("inf"))
+    applied = not (parts.skip_nonfinite and not torch.isfinite(norm).item())  # type: ignore[arg-type]
+    if applied:
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        applied = scaler.get_scale() >= scale  # the scaler backs off exactly when it withheld the update
+    if applied:
+        parts.working.push_weights()
+        statistics.commit(reducer)
+        state.ema_update()
+    else:
+        statistics.rollback()
+    return applied, norm
