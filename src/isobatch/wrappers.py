@@ -34,7 +34,7 @@ def distributed_data_parallel(model: nn.Module, device: torch.device, options: O
     return nn.parallel.DistributedDataParallel(
         Participant(model),
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
+        forward_sync_buffers=False,
         gradient_as_bucket_view=True,
         find_unused_parameters=options.find_unused_parameters is True,
         bucket_cap_mb=options.bucket_mb,

@@ -44,6 +44,7 @@ class FastReducer:
 
     def finish(self) -> bool:
         if self.loss is None:
+            self.module.zero_grad()  # no micro batch did it
             self.strategy.idle(self.module)
         return True
 
