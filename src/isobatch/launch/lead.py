@@ -34,6 +34,7 @@ BYE_S = 10.0
 TICK_S = 0.05
 
 _jobs = iter(range(10**9))
+_silent: set[int] = set()  # ranks that did not report the end of a job: nobody waits for them again
 
 
 @functools.cache
@@ -107,12 +108,23 @@ def run_led(plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str) -> 
     keys = {rank: f"outcome{number}/{rank}" for rank in range(1, ranks.world_size)}
     limit = float(plain["parallel"].get("timeout_s") or 600) if mine.kind == "done" else FALLOUT_S
     _until(lambda: store().check(list(keys.values())), limit)
-    theirs = [Outcome.from_json(store().get(key)) for key in keys.values() if store().check([key])]
-    store().set(f"over{number}", "1")
-    if mine.kind == "done" and len(theirs) < len(keys):
-        line = f"only {len(theirs)} of {len(keys)} other ranks ended within {limit:.0f} s of rank 0"
-        theirs.append(Outcome("failed", line=line, trace=f"isobatch: {line}"))
-    return cause([mine, *theirs])
+    theirs = {rank: Outcome.from_json(store().get(key)) for rank, key in keys.items() if store().check([key])}
+    _silent.update(set(keys) - set(theirs))
+    if len(theirs) < len(keys):
+        return _without_a_word(mine, sorted(set(keys) - set(theirs)), limit)
+    return cause([mine, *theirs.values()])
+
+
+def _without_a_word(mine: Outcome, silent: list[int], waited_s: float) -> Outcome:
+    """The outcome where ranks said nothing: killed, if rank 0 lost the connection to them."""
+    names = "rank " + ", ".join(map(str, silent))
+    if mine.kind == "done":
+        line = f"{names} did not end within {waited_s:.0f} s of rank 0"
+    elif mine.kind == "failed" and "by peer" in mine.line:
+        line = f"{names} was lost without a word (killed?)"
+    else:
+        return mine
+    return Outcome("failed", line=line, trace=f"isobatch: {line}", rank=silent[0])
 
 
 def follow() -> NoReturn:
@@ -135,6 +147,8 @@ def _follow(ranks: Ranks) -> None:
             if shared.check(["end"]):
                 code = int(shared.get("end"))
                 shared.set(f"bye{ranks.rank}", "1")
+                if code:  # torchrun stops all at the first one that ends badly, and calls it the cause: rank 0 it is
+                    time.sleep(BYE_S / 10)
                 sys.exit(code)
             if time.monotonic() > limit:
                 sys.exit(f"isobatch: rank {ranks.rank} heard nothing from rank 0 for {ARRIVE_S:.0f} s")
@@ -155,7 +169,8 @@ def finish(code: int) -> None:
         shared = store()
         shared.set("end", str(code))
         # rank 0 may be the one that serves the store, so it leaves last
-        _until(lambda: shared.check([f"bye{rank}" for rank in range(1, ranks.world_size)]), BYE_S)
+        expected = [f"bye{rank}" for rank in range(1, ranks.world_size) if rank not in _silent]
+        _until(lambda: not expected or shared.check(expected), BYE_S)
 
 
 def _run_joined(number: int, plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str,

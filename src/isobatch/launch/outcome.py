@@ -57,9 +57,16 @@ class Outcome:
         if isinstance(error, Stopped):
             return Outcome("stopped", line=str(error), signum=error.signum, rank=rank)
         text = " ".join(str(error).split())
-        line = text if isinstance(error, JobFailed) else f"{type(error).__name__}: {text}".rstrip(": ")
-        line = f"rank {rank}: {line}" if rank else line
-        return Outcome("failed", line=line, rank=rank, trace="".join(traceback.format_exception(error)))
+        if isinstance(error, JobFailed):  # understood already: its text says more than a stack would
+            return Outcome("failed", line=text, rank=rank, trace=f"isobatch: {text}")
+        line = f"{type(error).__name__}: {text}".rstrip(": ")
+        frames = error.__traceback__
+        while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+            frames = frames.tb_next  # how the launcher came to call it is no news
+        trace = "".join(traceback.format_exception(error.with_traceback(frames) if frames else error))
+        if rank:
+            line, trace = f"rank {rank}: {line}", f"rank {rank} failed:\n{trace}"
+        return Outcome("failed", line=line, rank=rank, trace=trace)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -117,9 +124,9 @@ class Folder:
 
     def _log(self, outcome: Outcome) -> None:
         text = outcome.trace if outcome.kind == "failed" and outcome.trace else ""
+        line = f"isobatch: {outcome.line}"
         with (self.path / "train.log").open("a", encoding="utf-8") as log:
-            log.write(f"{text.rstrip()}\n" if text else "")
-            log.write(f"isobatch: {outcome.line}\n")
+            log.write(f"{line}\n" if text.strip() in ("", line) else f"{text.rstrip()}\n{line}\n")
 
     def _read(self) -> dict[str, Any]:
         try:
