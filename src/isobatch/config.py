@@ -33,6 +33,7 @@ from isobatch import (
     sampler,
     scheduler,
 )
+from isobatch.batch_plan import resolve_batch
 from isobatch.checks import choice, positive
 from isobatch.errors import ConfigError
 
@@ -97,6 +98,7 @@ class Settings:
     max_grad_norm: float | None = None
     log_every: int = 10
     eval_every: int | None = None
+    log_weights: int = 0
     resume: str | None = None
     allow_contract_change: bool = False
     imports: list[str] = field(default_factory=list)
@@ -196,6 +198,25 @@ def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
 
 def check_together(config: Config) -> None:
     """What no group can see alone."""
+    micro = config.batch.micro if config.batch.micro != "auto" else None
+    replicas = config.parallel.known_replicas
+    if config.batch.micro != "auto":
+        # without the number of replicas only what holds for every one of them can be checked yet
+        resolve_batch(config.batch.effective, micro, config.accumulation.steps if replicas else None, replicas or 1)
+    elif config.batch.effective is None:
+        raise ConfigError("batch.effective", None, "batch.micro=auto needs an effective batch to divide",
+                          "set batch.effective=48")  # fmt: skip
     if config.augment.name != "none" and config.data.kind != "images":
         raise ConfigError("augment.name", config.augment.name, f"data={config.data.name} are no images",
                           "set augment=none")  # fmt: skip
+
+
+def check_inputs(config: Config) -> None:
+    """What has to lie on this machine before anything starts (folders, files); not needed to read a config.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    check = getattr(config.data, "check", None)
+    if check is not None:
+        check()

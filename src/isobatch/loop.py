@@ -57,6 +57,7 @@ class Loop:
     log_every: int
     eval_every: int
     stop_requested: Callable[[], int]
+    log_weights: int = 0
     clock: Clock = field(default_factory=Clock)
     trained_samples: int = 0
     last_eval: dict[str, float] = field(default_factory=dict)
@@ -132,8 +133,11 @@ class Loop:
             if math.isfinite(value) and (best is None or sign * value > sign * best["value"]):
                 state.best[metric] = {"value": value, "step": state.step}
                 improved.append(metric)
-        self.files.row(row)
         self.logger.log(row)
+        if self.log_weights:
+            flat = torch.cat([p.detach().reshape(-1) for p in state.parameters])
+            row["weights"] = [round(w, 6) for w in flat[: self.log_weights].tolist()]
+        self.files.row(row)
         self.console.evaluation(row)
         return improved
 

@@ -32,6 +32,11 @@ class Single:
         """Processes that this run starts itself; 1 = it trains in the process it is in."""
         return 1
 
+    @property
+    def known_replicas(self) -> int | None:
+        """What the config alone says about `num_replicas`; None where ranks or devices decide."""
+        return 1
+
     def check(self, ranks: Ranks) -> None:
         if ranks.world_size > 1:
             raise ConfigError("parallel.name", self.name, f"was started as {ranks.world_size} ranks",
@@ -85,6 +90,10 @@ class DataParallel(Single):
         check_devices(self.devices)
         if self.replicas is not None:
             positive("parallel.replicas", self.replicas)
+
+    @property
+    def known_replicas(self) -> int | None:
+        return self.replicas
 
     def num_replicas(self, ranks: Ranks, device: torch.device) -> int:
         lanes = len(self.lane_devices(device))
@@ -159,6 +168,10 @@ class DistributedDataParallel(Single):
         if self.nproc is not None:
             return self.nproc
         return len(self.devices) if self.devices is not None else 1
+
+    @property
+    def known_replicas(self) -> int | None:
+        return self.num_processes if self.num_processes > 1 else None
 
     def check(self, ranks: Ranks) -> None:
         if self.devices is not None and ranks.local_world_size != len(self.devices):

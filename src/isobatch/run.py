@@ -66,6 +66,7 @@ class Run:
         self.logger, self.console = Logger(), Console()
         self.loop: Loop | None = None
         self.plan: dict[str, Any] = {}
+        self.sources: list[Source] = []
 
     def build(self) -> None:
         """Everything up to the first step; refusals come before the first weight is moved."""
@@ -129,8 +130,9 @@ class Run:
             self.files.resume_metrics(state.step)
         lanes = config.parallel.lane_devices(device)
 
-        def source(split: Split, transformed: bool) -> Source:
-            return make_source(split, device, config, channels_last, ranks)
+        def source(split: Split, training: bool) -> Source:
+            self.sources.append(make_source(split, device, config, channels_last, ranks, training))
+            return self.sources[-1]
 
         self.loop = Loop(
             state=state,
@@ -152,7 +154,7 @@ class Run:
             schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
-            stop_requested=lambda: STOP.requested, clock=Clock(),
+            stop_requested=lambda: STOP.requested, log_weights=config.log_weights, clock=Clock(),
         )  # fmt: skip
 
     def perform(self) -> None:
@@ -171,7 +173,9 @@ class Run:
             self.loop.checkpointer.wait()
 
     def finish(self, ending: str, error: BaseException | None) -> None:
-        """summary.json, the result on the terminal, and the end of the logger's run."""
+        """The end of the data workers, summary.json, the result on the terminal, and the end of the logger's run."""
+        for source in self.sources:
+            source.close()
         summary = self.summary(ending, error)
         self.files.summary(summary)
         self.files.close()

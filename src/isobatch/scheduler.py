@@ -7,7 +7,7 @@ Each class gives `factor(update, total)`: what the learning rate is multiplied w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from isobatch.checks import positive, within
@@ -83,7 +83,7 @@ class Step:
     """Multiplied with `gamma` at each of `at`: fractions of the run when below 1, else updates."""
 
     name: str = "step"
-    at: list[float] = None  # type: ignore[assignment]
+    at: list[float] = field(default_factory=lambda: [0.5, 0.75])
     gamma: float = 0.1
     warmup: float = 0.0
     per_epoch: bool = False
@@ -93,7 +93,7 @@ class Step:
         within("scheduler.warmup", self.warmup, 0, 1e12)
 
     def factor(self, update: int, total: int) -> float:
-        drops = sum(update >= _updates(point, total) for point in self.at or [])
+        drops = sum(update >= _updates(point, total) for point in self.at)
         return _warmup(update, self.warmup, total) * self.gamma**drops
 
 

@@ -102,8 +102,9 @@ def test_unequal_ranks_neither_hang_nor_skew_the_mean(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_shard_waits_for_nobody(tmp_path: Path) -> None:
-    """Seven ranks, three shards in a full window and one in the tail: the same biases as on one process."""
+    """Five ranks, three shards in a full window and one in the tail: the same biases as on one process."""
     targets = upto(4)
     alone = train(tmp_path / "alone", *mean_probe(targets), "batch.effective=3", "batch.micro=1")
     for record in train_ranks(5, tmp_path / "five", *mean_probe(targets), "batch.effective=3", "batch.micro=1"):
-        assert record.last == pytest.approx(alone.last, abs=1e-5) == pytest.approx([2.0, 4.0], abs=1e-5)
+        assert record.last == pytest.approx(alone.last, abs=1e-5)
+    assert alone.last == pytest.approx([2.0, 4.0], abs=1e-5)

@@ -1,0 +1,35 @@
+# A bare machine with Python 3.11+ and make needs nothing else: both targets set up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+ARGS ?=
+
+.PHONY: run test test-all lint bench clean
+
+run: $(VENV)/ready  ## train the default (real handwritten digits) in under a minute
+	$(BIN)/python train.py $(ARGS)
+
+test: lint  ## what CI runs
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: lint  ## with full matrices, chaos, network namespaces and a browser
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/test-ready
+	$(BIN)/ruff check src tests benchmarks train.py
+	$(BIN)/mypy
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/loop.py
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/test-ready: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

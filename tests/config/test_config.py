@@ -1,0 +1,102 @@
+"""conf/ and the dataclasses say the same; every choice composes; hostile values get one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import plain
+
+from isobatch.config import TABLES, Settings, load
+from isobatch.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+FILES = [p for group in TABLES for p in sorted((CONF / group).glob("*.yaml"))]
+CHOICES = [f"{p.parent.name}={p.stem}" for p in FILES if p.stem not in ("custom",)]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_a_file_shows_every_option_of_its_class(file: Path) -> None:
+    node = yaml.safe_load(file.read_text())
+    if node["name"] == "???" or "defaults" in node:
+        return
+    cls = TABLES[file.parent.name][node["name"]]
+    assert set(node) == {f.name for f in dataclasses.fields(cls)}
+
+
+def test_the_top_level_shows_every_setting() -> None:
+    node = yaml.safe_load((CONF / "config.yaml").read_text())
+    assert set(node) - {"defaults", "sweep", "hydra"} == {f.name for f in dataclasses.fields(Settings)} - {"sweep"}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_composes_and_loads(choice: str) -> None:
+    extra = {
+        "data=random_matrix": ["model=linear", "loss=output_sum"],
+        "data=csv": ["data.root=/tmp", "data.file=x.csv"],
+    }
+    config = load(plain(choice, *extra.get(choice, [])))
+    assert config.plain["epochs"] == 15
+
+
+@pytest.mark.parametrize("overlay", [f"{p.parent.name}={p.stem}" for o in ("experiment", "plan")
+                                     for p in sorted((CONF / o).glob("*.yaml"))])  # fmt: skip
+def test_every_overlay_composes_and_loads(overlay: str) -> None:
+    load(plain(overlay))
+
+
+def test_every_experiment_takes_every_plan() -> None:
+    for experiment in sorted((CONF / "experiment").glob("*.yaml")):
+        for plan in sorted((CONF / "plan").glob("*.yaml")):
+            before = plain(f"experiment={experiment.stem}")
+            after = plain(f"experiment={experiment.stem}", f"plan={plan.stem}")
+            changed = {key for key in after if after[key] != before[key]}
+            assert changed <= {"parallel", "precision", "accumulation", "compile", "channels_last", "threads", "batch"}
+            assert after["batch"]["effective"] == before["batch"]["effective"], "a plan touched the contract"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["batch.effective=0"], "batch.effective", "positive"),
+        (["batch.effective=-3"], "batch.effective", "positive"),
+        (["batch.effective=many"], "batch.effective", "Integer"),
+        (["batch.micro=64"], "batch.micro", "more than batch.effective=48"),
+        (["batch.micro=big"], "batch.micro", "positive integer"),
+        (["batch.micro=1.5"], "batch.micro", "positive integer"),
+        (["batch.effective=null"], "batch.effective", "neither"),
+        (["batch.micro=8", "accumulation=2"], "accumulation.steps", "takes 6 micro steps, not 2"),
+        (["accumulation=0"], "accumulation", "positive integer"),
+        (["accumulation=-1"], "accumulation", "positive integer"),
+        (["accumulation=1.5"], "accumulation", "positive integer"),
+        (["accumulation=x"], "accumulation", "positive integer"),
+        (["steps=10"], "steps", "exactly one"),
+        (["epochs=null"], "steps", "exactly one"),
+        (["epochs=0"], "epochs", "positive"),
+        (["task=fly"], "task", "train, evaluate, plan"),
+        (["task=evaluate"], "resume", "needs a run"),
+        (["seed=-1"], "seed", "2^63"),
+        (["optimizer.lr=fast"], "optimizer.lr", "Float"),
+        (["optimizer.lr=-1"], "optimizer.lr", "between"),
+        (["optimizer.lr=nan"], "optimizer.lr", "between"),
+        (["sampler.tail=chop"], "sampler.tail", "keep, drop, pad"),
+        (["model.name=resnet"], "model.name", "no such model"),
+        (["+model.widht=3"], "model.widht", "no such option"),
+        (["parallel=ddp", "parallel.devices=[0,0]"], "parallel.devices", "different"),
+        (["parallel=ddp", "parallel.nproc=2", "parallel.devices=[0,1,3]"], "parallel.nproc", "3 devices"),
+        (["parallel=ddp", "parallel.timeout_s=0"], "parallel.timeout_s", "positive"),
+        (["max_grad_norm=0"], "max_grad_norm", "positive"),
+        (["imports=[no_such_package]"], "imports", "cannot be imported"),
+        (["loss.label_smoothing=2"], "loss.label_smoothing", "between"),
+        (["on_nonfinite=pray"], "on_nonfinite", "stop, skip"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else " ".join(v),
+)  # fmt: skip
+def test_a_wrong_value_gets_one_line_with_key_value_and_way_out(overrides: list[str], key: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(plain(*overrides))
+    line = str(refusal.value)
+    assert line.startswith(f"{key}=") or line.startswith(f"{key}."), line
+    assert says in line and "; " in line and "\n" not in line

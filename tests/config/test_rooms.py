@@ -1,0 +1,139 @@
+"""The structure of the code, read from its imports: what lives where, and what may not."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "isobatch"
+MODULES = sorted(SRC.rglob("*.py"))
+GROUPS = ("parallel precision sampler accumulation reduction data augment model loss optimizer scheduler ema checkpoint "
+          "logger").split()  # fmt: skip
+
+
+def room(path: Path) -> str:
+    """`reduction` for reduction/tree.py, `step` for step.py."""
+    relative = path.relative_to(SRC)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    """Modules that a file imports when it runs; what only a type checker reads is left out."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST, top: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            inner = top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if isinstance(child, ast.Import) and (top or not top_level_only):
+                found.update(alias.name for alias in child.names)
+            if isinstance(child, ast.ImportFrom) and child.module and (top or not top_level_only):
+                found.add(child.module)
+                if child.module == "isobatch":
+                    found.update(f"isobatch.{alias.name}" for alias in child.names)
+            visit(child, inner)
+
+    visit(ast.parse(path.read_text()), True)
+    return found
+
+
+def packages(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+def test_files_stay_small() -> None:
+    long = {str(p.relative_to(ROOT)): n for p in MODULES if (n := len(p.read_text().splitlines())) > 300}
+    assert not long
+    sizes = sorted(len(p.read_text().splitlines()) for p in MODULES)
+    assert sizes[len(sizes) // 2] <= 200
+
+
+def test_the_step_is_on_one_screen_and_knows_no_strategy() -> None:
+    tree = ast.parse((SRC / "step.py").read_text())
+    (step,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train_step"]
+    assert step.end_lineno - step.lineno + 1 <= 50
+    text = ast.unparse(tree)
+    for name in ("ddp", "'dp'", "fsdp", "exact", "fast", "amp", "distributed", "all_reduce", "logging", "time."):
+        assert name not in text, f"step.py mentions {name}"
+
+
+@pytest.mark.parametrize(
+    ("package", "rooms"),
+    [
+        ("hydra", {"cli", "config", "launch", "hydra_extras", "sweep_callback", "sweeps"}),
+        ("omegaconf", {"config", "cli", "hydra_extras", "resume"}),
+        ("wandb", {"logger", "dashboard"}),
+        ("wandb_workspaces", {"dashboard"}),
+        ("timm", {"model", "augment", "data", "optimizer", "scheduler", "ema", "loss", "precision"}),
+        ("matplotlib", {"report", "predictions", "evaluate"}),
+        ("rich", {"console", "report"}),
+        ("sklearn", {"data"}),
+        ("pickle", set()),
+    ],
+)  # fmt: skip
+def test_each_library_has_its_rooms(package: str, rooms: set[str]) -> None:
+    assert {room(p) for p in MODULES if package in packages(p)} <= rooms
+
+
+@pytest.mark.parametrize("name", ["batch_plan", "report", "errors", "checks"])
+def test_no_torch_in(name: str) -> None:
+    for path in MODULES:
+        if room(path) == name:
+            assert "torch" not in packages(path), path
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_groups_do_not_know_each_other(group: str) -> None:
+    others = {f"isobatch.{g}" for g in GROUPS if g != group}
+    for path in MODULES:
+        if room(path) != group:
+            continue
+        known = {".".join(name.split(".")[:2]) for name in imports(path)} & others
+        assert not known, f"{path.name} imports {known}"
+        for forbidden in ("isobatch.run", "isobatch.loop", "isobatch.step", "isobatch.config", "isobatch.cli"):
+            assert forbidden not in imports(path), f"{path.name} imports {forbidden}"
+
+
+def test_arrows_of_the_training_path() -> None:
+    def inner(name: str) -> set[str]:
+        return {n.split(".")[1] for n in imports(SRC / f"{name}.py") if n.startswith("isobatch.")}
+
+    assert inner("batch_plan") == {"errors"}
+    assert "run" not in inner("loop") and "config" not in inner("loop")
+    assert inner("step") <= {"batch_norm", "data", "precision", "randomness", "state", "reduction"}
+    assert not inner("state") & {"run", "loop", "step", "config"}
+
+
+def test_every_group_has_a_module_a_folder_and_a_table() -> None:
+    from isobatch.config import TABLES
+
+    assert sorted(TABLES) == sorted(GROUPS)
+    for group in GROUPS:
+        assert (SRC / f"{group}.py").exists() or (SRC / group / "__init__.py").exists()
+        files = sorted((ROOT / "conf" / group).glob("*.yaml"))
+        assert files, f"conf/{group} is empty"
+        for file in files:
+            name = yaml.safe_load(file.read_text())["name"]
+            assert name in TABLES[group] or name == "???", f"{file} names {name}"
+
+
+def test_help_and_a_refusal_import_neither_torch_nor_anything_heavy() -> None:
+    heavy = "torch", "timm", "wandb", "matplotlib", "torchvision", "sklearn", "rich", "numpy"
+    code = f"import isobatch.cli, sys; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_nothing_read_from_a_file_can_name_code() -> None:
+    for path in [*MODULES, ROOT / "train.py", *ROOT.glob("conf/**/*.yaml")]:
+        text = path.read_text()
+        assert "_target_" not in text.replace("not `_target_`", ""), path
+        assert "weights_only=False" not in text.replace(" ", ""), path
+        assert "pickle.load" not in text, path
