@@ -94,6 +94,7 @@ class Loop:
                 row["time_s"] = seconds
                 logged_samples, logged_s = state.samples, seconds
                 self._log(row)
+                self.logger.watch(row, state.model)
             self.console.advance(state.step, data.window.epoch)
             if self.clock.first_step is None:
                 self.clock.first_step = time.time()

@@ -73,6 +73,8 @@ class Run:
         config, ranks = self.config, self.ranks
         self.files.config(configuration.to_yaml(config.plain))
         config.parallel.check(ranks)
+        if ranks.is_main and config.task != "plan":
+            self.logger = config.logger.build(RunInfo(self.run_dir, config.plain))
         self.device = device = choose_device(ranks)
         threads = hardware.set_up(config, ranks, device)
         splits: Splits = config.data.load(config.augment.sample_transform(config.data), config.seed)
@@ -116,8 +118,8 @@ class Run:
         config, ranks, device = self.config, self.ranks, self.device
         channels_last = hardware.wants_channels_last(config, device)
         model = model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)
+        working = config.precision.working_copy(model)  # may change the model's dtype: before the optimizer
         optimizer = config.optimizer.build(model, plan.batch.effective)
-        working = config.precision.working_copy(model)
         statistics = batch_norm.ShardStatistics(working.module)
         if config.compile:
             working.module.compile()
@@ -163,8 +165,7 @@ class Run:
             return
         state = self.loop.state
         if self.ranks.is_main:
-            info = RunInfo(self.run_dir, self.config.plain, self.plan, state.logger_run_id)
-            self.logger = self.loop.logger = self.config.logger.build(info)
+            self.logger.start(self.plan, state.logger_run_id, state.samples)
             state.logger_run_id = self.logger.run_id
         if self.config.task == "evaluate":
             self.loop.evaluate()

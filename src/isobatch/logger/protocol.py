@@ -1,0 +1,50 @@
+"""What the rest of the project sees of a logger, and what a logger is told of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from isobatch.logger.predictions import Predictions
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known before anything is built: the run folder, and the resolved plain config."""
+
+    run_dir: Path
+    plain: Mapping[str, Any]
+
+
+class Logger:
+    """The silent logger, and the protocol. Only the main rank has another one. No method blocks training.
+
+    Attributes:
+        run_id: the logger's name for the run, which a checkpoint keeps so that a resumed run goes on in it.
+        how_to_look: commands or addresses that show the run, for the end of the output.
+        wants_predictions: number of evaluated samples that `predictions` would like to get at the end.
+    """
+
+    run_id: str | None = None
+    how_to_look: Sequence[str] = ()
+    wants_predictions: int = 0
+
+    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
+        """The run is known: its plan's integers, and for a resumed one its id and the samples it has consumed."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """One row of metrics; `samples` is the axis."""
+
+    def watch(self, row: Mapping[str, Any], model: nn.Module) -> None:
+        """After a logged step, while `.grad` still holds the window's gradient (the mean over all ranks)."""
+
+    def predictions(self, row: Mapping[str, Any], predictions: Predictions) -> None:
+        """What the model says of some evaluated samples."""
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """The run is over, well (0) or not; bounded in time."""

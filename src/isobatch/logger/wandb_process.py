@@ -1,0 +1,170 @@
+"""The process that W&B runs in: reads one JSON message a line from standard input until the run or the trainer ends.
+
+A script of its own that imports the standard library and wandb only. Beside the trainer it costs it no import, no lock
+and no wait; a trainer that is killed leaves a closed pipe here, so that its run is closed as failed, with every row.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+PROBE_S = 3.0  # for the server to answer anything at all
+INIT_S = 10.0  # for it to take the run
+
+
+def say(kind: str, **content: Any) -> None:
+    """A message to the trainer."""
+    print(json.dumps([kind, content]), flush=True)
+
+
+def answers(url: str, limit_s: float = PROBE_S) -> bool:
+    """Whether something at `url` speaks HTTP within `limit_s`, names and connections included."""
+    heard = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=limit_s).close()
+        except urllib.error.HTTPError:
+            pass  # an error page is an answer
+        except Exception:
+            return
+        heard.set()
+
+    # looking up a name has no time limit of its own, hence the thread
+    threading.Thread(target=ask, daemon=True).start()
+    return heard.wait(limit_s)
+
+
+def open_run(wandb: Any, job: dict[str, Any], began: float) -> Any:
+    """The run: online if asked for and possible, else offline. Says which, and why."""
+    mode = job["mode"]
+    if mode == "online" and not answers(job["base_url"]):
+        say("note", text=f"{job['base_url']} does not answer, so the run is written offline")
+        mode = "offline"
+    try:
+        run = init(wandb, job, mode)
+    except Exception as error:
+        if mode == "offline":
+            raise
+        say("note", text=f"the server did not take the run ({one_line(error)}), so it is written offline")
+        wandb.teardown()  # else the same id is "in use"
+        run = init(wandb, job, "offline")
+        mode = "offline"
+    # `samples` and not W&B's own step: it means the same for every batch size, and a resumed run goes on in it
+    run.define_metric("samples")
+    run.define_metric("*", step_metric="samples")
+    folder = os.path.dirname(run.settings.files_dir.rstrip("/")) if mode == "offline" else ""
+    say("started", mode=mode, id=run.id, url=(run.url or "") if mode == "online" else "", folder=folder,
+        seconds=time.monotonic() - began)  # fmt: skip
+    return run
+
+
+def init(wandb: Any, job: dict[str, Any], mode: str) -> Any:
+    trainer = os.getppid()
+    wanted = {
+        "silent": True,
+        "console": "off",  # a progress bar is no log; train.log is
+        "init_timeout": INIT_S,
+        "finish_timeout": job["finish_timeout_s"],
+        "stop_fn": lambda: os.kill(trainer, signal.SIGTERM),  # "Stop run" in the browser: a checkpoint, then the end
+        # the private ones below may go with any version, so they are passed only where they exist
+        "x_transaction_log_flush_interval": 1.0,  # 15 by default: a machine that dies would take 15 s of rows along
+        "x_graphql_retry_max": 1,
+        "x_graphql_timeout_seconds": 3.0,
+        "x_disable_stats": not job["system_metrics"],
+        "x_stats_pid": trainer,
+        "x_stats_track_process_tree": True,
+    }
+    settings = wandb.Settings(**{key: value for key, value in wanted.items() if key in wandb.Settings.model_fields})
+    return wandb.init(mode=mode, settings=settings, reinit="create_new", resume="allow", **job["init"])
+
+
+class Messages:
+    """What the trainer can ask for, by name."""
+
+    def __init__(self, wandb: Any, run: Any):
+        self.wandb, self.run = wandb, run
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.run.log(row)
+
+    def histograms(self, samples: int, histograms: dict[str, Any]) -> None:
+        made = {key: self.wandb.Histogram(np_histogram=tuple(pair)) for key, pair in histograms.items()}
+        self.run.log({"samples": samples, **made})
+
+    def predictions(self, row: dict[str, Any], columns: list[str], rows: list[list[Any]]) -> None:
+        from PIL import Image
+
+        table = self.wandb.Table(columns=columns)
+        for png, *values in rows:
+            picture = Image.open(io.BytesIO(base64.b64decode(png)))
+            table.add_data(self.wandb.Image(picture), *values)
+        self.run.log({**row, "predictions": table})
+
+    def checkpoint(self, folder: str, name: str, aliases: list[str], metadata: dict[str, Any]) -> None:
+        artifact = self.wandb.Artifact(name, type="model", metadata=metadata)
+        artifact.add_dir(folder)
+        self.run.log_artifact(artifact, aliases=aliases)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        self.run.summary.update(values)
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # whatever ends the trainer, it is the trainer that ends this
+    began = time.monotonic()
+    sys.argv = json.loads(os.environ.pop("ISOBATCH_ARGV", "[]")) or sys.argv  # the command that W&B records
+    try:
+        import wandb
+    except Exception as error:
+        say("missing", text=one_line(error))
+        return
+    say("imported")
+    messages = (json.loads(line) for line in sys.stdin)
+    first = next(messages, None)
+    if first is None:
+        return  # refused before the run began
+    try:
+        run = open_run(wandb, first[1], began)
+    except Exception as error:
+        say("note", text=f"no run could be opened ({one_line(error)}); metrics are in metrics.jsonl")
+        for _ in messages:  # so that the trainer's pipe never fills
+            pass
+        return
+    does, exit_code, told = Messages(wandb, run), 1, False  # failed, unless the trainer lives to say otherwise
+    for kind, content in messages:
+        try:
+            if kind == "finish":
+                exit_code = content["exit_code"]
+                break
+            getattr(does, kind)(**content)
+        except Exception as error:
+            if not told:
+                say("note", text=f"{kind} was not recorded ({one_line(error)})")
+            told = True
+    began = time.monotonic()
+    try:
+        run.finish(exit_code=exit_code)
+        late = run.settings.mode == "online" and time.monotonic() - began > first[1]["finish_timeout_s"]
+    except Exception:
+        late = True
+    say("finished", late=late, folder=os.path.dirname(run.settings.files_dir.rstrip("/")))
+
+
+if __name__ == "__main__":
+    main()
