@@ -53,10 +53,10 @@ class SweepReport(Callback):
         if folder is None or not folder.is_dir():
             return None
         atexit.unregister(self._at_exit)
-        from isobatch.report import ReportError, compare, print_verdicts, write_report
+        from isobatch.report import ReportError, compare, print_verdicts, usable_cores, write_report
 
         try:
-            comparison = write_report([folder], folder)
+            comparison = write_report([folder], folder, processes=usable_cores())
         except ReportError as error:
             log.warning("no comparison: %s", error)
             return None if self.tolerance is None else False

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from isobatch.report.html import render
 from isobatch.report.images import write_images
-from isobatch.report.read import ReportError, Run, read_runs
+from isobatch.report.read import ReportError, Run
+from isobatch.report.runs import read_runs, usable_cores
 from isobatch.report.table import Comparison, tabulate
 from isobatch.report.text import print_table, write_csv
 from isobatch.report.verdict import Verdict, compare, print_verdicts
@@ -20,16 +21,27 @@ from isobatch.report.verdict import Verdict, compare, print_verdicts
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Comparison", "ReportError", "Run", "Verdict", "compare", "print_verdicts", "read_runs", "write_report"]
+__all__ = [
+    "Comparison",
+    "ReportError",
+    "Run",
+    "Verdict",
+    "compare",
+    "print_verdicts",
+    "read_runs",
+    "usable_cores",
+    "write_report",
+]
 
 
-def write_report(folders: Sequence[Path], out: Path, console: Console | None = None) -> Comparison:
+def write_report(folders: Sequence[Path], out: Path, console: Console | None = None, processes: int = 1) -> Comparison:
     """Compares all runs below `folders`: out/report.csv, out/report.html, out/report/*.png and a table on the console.
 
     A folder with a summary.json is a run; a folder of a sweep, or of several, is searched for them. Jobs that failed,
-    were refused or died are rows with their reason. Raises ReportError if a folder is missing or holds no run.
+    were refused or died are rows with their reason. processes: see `read_runs`. Raises ReportError if a folder is
+    missing or holds no run.
     """
-    comparison = tabulate(read_runs(folders))
+    comparison = tabulate(read_runs(folders, processes))
     out.mkdir(parents=True, exist_ok=True)
     write_csv(comparison, out / "report.csv")
     (out / "report.html").write_text(render(comparison, folders), encoding="utf-8")

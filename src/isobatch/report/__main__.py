@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from isobatch.report import ReportError, write_report
+from isobatch.report import ReportError, usable_cores, write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     out = options.out or options.folders[0]
     try:
-        write_report(options.folders, out)
+        write_report(options.folders, out, processes=usable_cores())
     except ReportError as error:
         print(error, file=sys.stderr)
         return error.exit_code

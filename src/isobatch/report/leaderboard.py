@@ -8,7 +8,7 @@ from html import escape
 
 from isobatch.report.curves import colour
 from isobatch.report.differing import Cell
-from isobatch.report.metrics import number
+from isobatch.report.scan import number
 from isobatch.report.table import JOB, Column, Comparison
 from isobatch.report.text import show
 

@@ -1,36 +1,18 @@
-"""One pass over a run's metrics.jsonl: every training loss, and only a few hundred whole rows.
-
-A sweep of 500 jobs with 10,000 logged steps is 1.3 GB of text, and `json.loads` alone would take half a minute over
-it. So a line is searched for its step and its loss (two `bytes.find`), and only the rows that are drawn or shown are
-parsed as a whole.
-"""
+"""What the report keeps of a run's metrics: a few hundred whole rows per curve, the rest as two arrays."""
 
 from __future__ import annotations
 
 import itertools
-import json
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from isobatch.report.scan import BEFORE, Scan, number, parse
+
 MILESTONES = (20, 40, 60, 80, 100)  # the iterations whose seconds the leaderboard shows
-_LOSS, _STEP, _EVAL = b'"train/loss":', b'"step":', b'"eval/'
-_NAN = float("nan")
 Row = Mapping[str, object]
-
-
-def number(value: object) -> float:
-    """`value` as a float; NaN for anything that is not a number (null, text, a missing key)."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:  # JSON allows integers of any length
-            return _NAN
-    return _NAN
 
 
 @dataclass(frozen=True)
@@ -95,60 +77,6 @@ def thin(values: np.ndarray, limit: int) -> np.ndarray:
     return np.array(sorted(chosen), dtype=np.int64)
 
 
-def _parse(line: bytes) -> dict[str, object]:
-    """The row on this line; {} for a line that a killed writer left half-written."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
-class _Scan:
-    """The arrays that one pass fills. A resumed run logs some steps again: the later row replaces the earlier."""
-
-    def __init__(self) -> None:
-        self.steps, self.losses, self.offsets = array("q"), array("d"), array("q")
-        self.evals: list[dict[str, object]] = []
-
-    def read(self, file: BinaryIO) -> None:
-        offset, latest = 0, -1
-        for line in file:
-            start, offset = offset, offset + len(line)
-            found = line.find(_LOSS)
-            if found >= 0:
-                at, end = line.rfind(_STEP, 0, found), line.find(b",", found)
-                try:
-                    if at < 0 or end < 0:
-                        raise ValueError  # half a line must not pass for a shorter number
-                    step = int(line[at + 7 : line.find(b",", at)])
-                    loss = float(line[found + 13 : end])
-                except ValueError:  # the keys in another order, null, or half a line
-                    row = _parse(line)
-                    if not isinstance(row.get("step"), int):
-                        continue
-                    step, loss = int(number(row["step"])), number(row.get("train/loss"))
-                if step <= latest:
-                    self._forget(step)
-                latest = step
-                self.steps.append(step)
-                self.losses.append(loss)
-                self.offsets.append(start)
-            if _EVAL in line:
-                self._add_eval(_parse(line), file_offset=self.offsets[-1] if self.offsets else None)
-
-    def _forget(self, step: int) -> None:
-        while self.steps and self.steps[-1] >= step:
-            for column in (self.steps, self.losses, self.offsets):
-                column.pop()
-        self.evals = [row for row in self.evals if number(row.get("step")) < step]
-
-    def _add_eval(self, row: dict[str, object], file_offset: int | None) -> None:
-        if row:
-            row["_train_row"] = file_offset  # where samples and seconds come from if the row has none of its own
-            self.evals.append(row)
-
-
 def _best(rows: Sequence[Row], direction: Callable[[str], int]) -> dict[str, float]:
     best: dict[str, float] = {}
     for row in rows:
@@ -166,21 +94,20 @@ def read_metrics(path: Path, limit: int, direction: Callable[[str], int]) -> Met
     """
     if not path.is_file():
         return Metrics()
-    scan = _Scan()
     with path.open("rb") as file:
-        scan.read(file)
+        scan = Scan(file)
         steps, losses = np.array(scan.steps, dtype=np.int64), np.array(scan.losses, dtype=np.float64)
 
         def row_at(offset: int) -> dict[str, object]:
             file.seek(offset)
-            return _parse(file.readline())
+            return parse(file.readline())
 
         train = [row_at(scan.offsets[i]) for i in thin(losses, limit)]
         curve = np.array([number(row.get("eval/accuracy", row.get("eval/loss"))) for row in scan.evals])
         evals = [scan.evals[i] for i in thin(curve, limit)]
         for row in evals:
-            if row["_train_row"] is not None and not {"samples", "time_s"} <= row.keys():
-                before = row_at(int(number(row["_train_row"])))
+            if row[BEFORE] is not None and not {"samples", "time_s"} <= row.keys():
+                before = row_at(int(number(row[BEFORE])))
                 row.update({key: before[key] for key in ("samples", "time_s") if key in before and key not in row})
         seconds = {}
         for step in MILESTONES:
@@ -195,7 +122,7 @@ def read_metrics(path: Path, limit: int, direction: Callable[[str], int]) -> Met
         train=Series.of(train, TRAIN_KEYS),
         evals=Series.of(evals, EVAL_KEYS),
         last_train=train[-1] if train else {},
-        last_eval={k: v for k, v in scan.evals[-1].items() if k != "_train_row"} if scan.evals else {},
+        last_eval={k: v for k, v in scan.evals[-1].items() if k != BEFORE} if scan.evals else {},
         best=_best(scan.evals, direction),
         seconds=seconds,
     )

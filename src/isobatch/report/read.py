@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isobatch.report.difference import Difference, Reference, difference
-from isobatch.report.metrics import Metrics, number, read_metrics
+from isobatch.report.difference import Difference
+from isobatch.report.metrics import Metrics
+from isobatch.report.scan import number
 
 DIED = "died without a summary (or is still running)"
 _NOT_RUNS = {"checkpoints", "wandb", "report"}  # inside these no run can be
-_POINTS_IN_ALL = 60_000  # over all curves of one chart: 500 jobs get 120 points each, up to 150 jobs get 400
 _UP = ("accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "samples_per_s")
 _DOWN = ("loss", "error", "perplexity", "nll", "mse", "mae")
 
@@ -101,31 +101,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """All runs below the folders, each with its difference to the first one that logged a training loss.
-
-    Raises ReportError as `find_runs` does. Files that are missing or damaged make a run poorer, never an error.
-    """
-    found = find_runs(folders)
-    limit = max(60, min(400, _POINTS_IN_ALL // len(found)))
-    runs: list[Run] = []
-    reference: Reference | None = None
-    for job, folder in found:
-        run = _read_run(job, folder)
-        run.metrics = read_metrics(folder / "metrics.jsonl", limit, direction)
-        if reference is None and len(run.metrics.steps):
-            reference = Reference(job, folder, run.summary, run.metrics)
-        if reference is not None:
-            run.difference = difference(reference, folder, run.summary, run.metrics)
-        if reference is None or reference.metrics is not run.metrics:
-            run.metrics.drop_losses()
-        runs.append(run)
-    if reference is not None:
-        reference.metrics.drop_losses()
-    return runs
-
-
-def _read_run(job: str, folder: Path) -> Run:
+def read_run(job: str, folder: Path) -> Run:
+    """One run as its small files tell it; the metrics come in `runs.py`."""
     summary, problem = _mapping(folder / "summary.json")
     config, _ = _mapping(folder / "config.yaml")
     if not config:

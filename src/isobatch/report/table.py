@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobatch.report.differing import Cell, differing
-from isobatch.report.metrics import MILESTONES, number
+from isobatch.report.metrics import MILESTONES
 from isobatch.report.read import Run, direction, one_line
+from isobatch.report.scan import number
 
 CONFIG, RESULT, SPEED, MEMORY, SAME = "config", "result", "speed", "memory and processes", "same training"
 ERROR = "reason"

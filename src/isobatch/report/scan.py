@@ -1,0 +1,122 @@
+"""The pass over metrics.jsonl itself: every step and loss, where each row lies, and the evaluations whole.
+
+A sweep of 500 jobs with 10,000 logged steps is 1.3 GB of text, and `json.loads` alone would take half a minute over
+it. So a block of lines is searched for its steps and losses by two patterns, at a fifth of that cost; the few blocks
+that hold anything unusual are read line by line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from typing import BinaryIO
+
+import numpy as np
+
+_LOSS, _STEP = re.compile(rb'"train/loss": ?([^,}]+)'), re.compile(rb'"step": ?(\d+)')
+_EVAL, _TRAIN, _BLOCK = b'"eval/', b'"train/loss":', 1 << 17
+BEFORE = "_train_row"  # key of an evaluation: where the train row before it lies, for samples and seconds
+
+
+def number(value: object) -> float:
+    """`value` as a float; NaN for anything that is not a number (null, text, a missing key)."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:  # JSON allows integers of any length
+            return float("nan")
+    return float("nan")
+
+
+def parse(line: bytes) -> dict[str, object]:
+    """The row on this line; {} for a line that a killed writer left half-written."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+class Scan:
+    """The arrays that one pass fills, one entry per train row, in rising order of steps.
+
+    A resumed run logs some steps again: the later row replaces the earlier, and evaluations after it go as well.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.steps, self.losses, self.offsets = array("q"), array("d"), array("q")
+        self.evals: list[dict[str, object]] = []
+        at, rest = 0, b""
+        while block := file.read(_BLOCK):
+            block = rest + block
+            cut = block.rfind(b"\n") + 1
+            block, rest = block[:cut], block[cut:]
+            self._add(block, at)
+            at += cut
+        if rest:
+            self._add_lines(rest, at)
+
+    def _add(self, block: bytes, at: int) -> None:
+        evals, lines = [], block.count(b"\n")
+        found = block.find(_EVAL)
+        while found >= 0:
+            start, end = block.rfind(b"\n", 0, found) + 1, block.find(b"\n", found) + 1
+            evals.append((block.count(b"\n", 0, start), block[start:end]))
+            found = block.find(_EVAL, end)
+        losses, steps = _LOSS.findall(block), _STEP.findall(block)
+        usual = len(steps) == lines and len(losses) == lines - len(evals)
+        if not usual or any(_TRAIN in line for _, line in evals):
+            return self._add_lines(block, at)
+        places = [place for place, _ in evals]
+        rows = np.delete(np.array(steps, dtype="S18").astype(np.int64), places)
+        values = _floats(losses)
+        latest = self.steps[-1] if self.steps else -1
+        if values is None or (len(rows) and rows[0] <= latest) or (np.diff(rows) <= 0).any():
+            return self._add_lines(block, at)
+        starts = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + 1 + at
+        starts = np.delete(np.concatenate([[at], starts[:-1]]), places).astype(np.int64)
+        for before, (place, line) in enumerate(evals):
+            index = place - before - 1
+            self._add_eval(line, int(starts[index]) if index >= 0 else self._last_offset())
+        self.steps.frombytes(rows.tobytes())
+        self.losses.extend(values)
+        self.offsets.frombytes(starts.tobytes())
+        return None
+
+    def _add_lines(self, block: bytes, at: int) -> None:
+        for line in block.splitlines(keepends=True):
+            if _TRAIN in line:
+                row = parse(line)
+                step = row.get("step")
+                if isinstance(step, int) and 0 <= step < 2**63:
+                    if self.steps and step <= self.steps[-1]:
+                        self._forget(step)
+                    self.steps.append(step)
+                    self.losses.append(number(row.get("train/loss")))
+                    self.offsets.append(at)
+            if _EVAL in line:
+                self._add_eval(line, self._last_offset())
+            at += len(line)
+
+    def _forget(self, step: int) -> None:
+        while self.steps and self.steps[-1] >= step:
+            for column in (self.steps, self.losses, self.offsets):
+                column.pop()
+        self.evals = [row for row in self.evals if number(row.get("step")) < step]
+
+    def _last_offset(self) -> int | None:
+        return self.offsets[-1] if self.offsets else None
+
+    def _add_eval(self, line: bytes, train_row: int | None) -> None:
+        if row := parse(line):
+            row[BEFORE] = train_row
+            self.evals.append(row)
+
+
+def _floats(texts: list[bytes]) -> list[float] | None:
+    """The numbers, NaN and Infinity included; None if one is something else (null)."""
+    try:
+        return list(map(float, texts))
+    except ValueError:
+        return None
