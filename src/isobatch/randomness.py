@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -56,3 +58,18 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
     torch.default_generator.manual_seed(key)
     numpy.random.seed(key % 2**32)
     random.seed(key)
+
+
+@contextmanager
+def isolated_generators() -> Iterator[None]:
+    """Leave the global generators of torch (CPU), NumPy and Python as they were, whatever is drawn inside."""
+    import numpy
+    import torch
+
+    states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        numpy.random.set_state(states[1])
+        random.setstate(states[2])

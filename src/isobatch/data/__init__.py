@@ -1,201 +1,27 @@
-"""Group `data`: what is trained and evaluated on. Each class loads two splits and says what a model needs to know."""
+"""Group `data`: what is trained and evaluated on. Each class loads two splits and says what a model needs to know.
+
+An options class has `load(augment, seed) -> Splits`, `kind` (images | vectors) and `num_workers`; with a `check()` it refuses
+what this machine does not have (a missing folder) before torch is imported. `augment` is what the group of that name
+made for it: see augment.SampleTransform.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from isobatch.checks import positive, within
-from isobatch.errors import ConfigError
+from isobatch.data.base import DataInfo, Split, Splits
+from isobatch.data.csv_file import CsvFile
+from isobatch.data.image_folder import ImageFolder
+from isobatch.data.memory import Digits, RandomMatrix, Synthetic
+from isobatch.data.torchvision_sets import TorchVision
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = ["TABLE", "DataInfo", "Split", "Splits"]
 
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class DataInfo:
-    """What the rest needs to know of a dataset.
-
-    Args:
-        shape: of one input, without the batch: (C, H, W) for images, (features,) for vectors.
-        num_classes: 0 = targets are numbers, not classes.
-        mean, std: per channel, of inputs in 0 .. 1; applied on the device when inputs arrive as uint8.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    num_classes: int = 0
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    class_names: tuple[str, ...] = ()
-
-    @property
-    def in_chans(self) -> int:
-        return self.shape[0]
-
-    @property
-    def features(self) -> int:
-        size = 1
-        for n in self.shape:
-            size *= n
-        return size
-
-
-class Split:
-    """A map-style dataset: `dataset[i] -> (input, target)`, len(dataset) samples, in a fixed order.
-
-    Args:
-        tensors: (inputs, targets) when all of it is in memory, ready for the model: then batches are indexed on the
-            device and no worker is involved.
-        targets: gives all class labels (N,) int64, for samplers that weigh by class.
-    """
-
-    def __init__(self, dataset: Any, tensors: tuple[Tensor, Tensor] | None = None,
-                 targets: Callable[[], Tensor] | None = None):  # fmt: skip
-        self.dataset, self.tensors = dataset, tensors
-        self.targets = targets if targets is not None else self._scan_targets
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def _scan_targets(self) -> Tensor:
-        import torch
-
-        if self.tensors is not None:
-            return self.tensors[1]
-        return torch.tensor([self.dataset[i][1] for i in range(len(self.dataset))])
-
-
-@dataclass(frozen=True)
-class Splits:
-    train: Split
-    eval: Split
-    info: DataInfo
-
-
-@dataclass(frozen=True)
-class Digits:
-    """scikit-learn's handwritten digits: 1,797 real 8 x 8 grey images, 10 classes, in memory, no download.
-
-    The fifth of them that is held out is drawn once from a fixed seed, the same for every `seed` of a run.
-    """
-
-    name: str = "digits"
-    num_workers: int | None = None
-    kind = "images"
-
-    def load(self, augment: Any, seed: int) -> Splits:
-        import numpy
-        import torch
-        from sklearn.datasets import load_digits
-
-        raw = load_digits()
-        order = numpy.random.RandomState(0).permutation(len(raw.target))
-        images = torch.from_numpy(raw.images[order]).float().unsqueeze(1).div_(16)
-        labels = torch.from_numpy(raw.target[order]).long()
-        info = DataInfo("digits", (1, 8, 8), 10, (0.305,), (0.376,), tuple("0123456789"))
-        cut = len(labels) // 5
-        return Splits(in_memory(images[cut:], labels[cut:], info, augment),
-                      in_memory(images[:cut], labels[:cut], info, None), info)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RandomMatrix:
-    """A seeded `size` x `size` uniform matrix whose rows are the samples (the toy of gradient-accumulation articles).
-
-    The matrix comes from `matrix_seed`, not from the run's seed. Row i has target i, evaluation reads the same rows.
-    """
-
-    name: str = "random_matrix"
-    size: int = 16
-    matrix_seed: int = 0
-    num_workers: int | None = None
-    kind = "vectors"
-
-    def __post_init__(self) -> None:
-        positive("data.size", self.size)
-
-    def load(self, augment: Any, seed: int) -> Splits:
-        import torch
-
-        rows = torch.rand(self.size, self.size, generator=torch.Generator().manual_seed(self.matrix_seed))
-        targets = torch.arange(self.size, dtype=torch.float32).unsqueeze(1)
-        split = in_memory(rows, targets, DataInfo("random_matrix", (self.size,)), None)
-        return Splits(split, split, DataInfo("random_matrix", (self.size,)))
-
-
-@dataclass(frozen=True)
-class Synthetic:
-    """Random images and labels of any size and count, in memory: for speed, memory and plumbing, not for accuracy.
-
-    Every class has a pattern that its images share with strength `signal`, so that there is something to learn.
-    """
-
-    name: str = "synthetic"
-    samples: int = 512
-    eval_samples: int = 128
-    image_size: int = 32
-    in_chans: int = 3
-    num_classes: int = 10
-    signal: float = 0.5
-    num_workers: int | None = None
-    kind = "images"
-
-    def __post_init__(self) -> None:
-        for key in ("samples", "eval_samples", "image_size", "in_chans", "num_classes"):
-            positive(f"data.{key}", getattr(self, key))
-        within("data.signal", self.signal, 0, 1e6)
-
-    def load(self, augment: Any, seed: int) -> Splits:
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        shape = (self.in_chans, self.image_size, self.image_size)
-        patterns = torch.randn(self.num_classes, *shape, generator=generator)
-        info = DataInfo("synthetic", shape, self.num_classes, (0.0,) * self.in_chans, (1.0,) * self.in_chans,
-                        tuple(str(c) for c in range(self.num_classes)))  # fmt: skip
-
-        def split(n: int, transform: Any) -> Split:
-            labels = torch.randint(0, self.num_classes, (n,), generator=generator)
-            images = torch.randn(n, *shape, generator=generator).add_(patterns[labels], alpha=self.signal)
-            return in_memory(images, labels, info, transform)
-
-        return Splits(split(self.samples, augment), split(self.eval_samples, None), info)
-
-
-class Normalized:
-    """A dataset over tensors for per-sample transforms: (image in 0..1 -> transform -> normalised, target)."""
-
-    def __init__(self, images: Tensor, targets: Tensor, info: DataInfo, transform: Any):
-        import torch
-
-        self.images, self.targets, self.transform = images, targets, transform
-        self.mean = torch.tensor(info.mean).view(-1, 1, 1)
-        self.std = torch.tensor(info.std).view(-1, 1, 1)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return (self.transform(self.images[index]) - self.mean) / self.std, self.targets[index]
-
-
-def in_memory(inputs: Tensor, targets: Tensor, info: DataInfo, transform: Any) -> Split:
-    """A split over tensors; without a per-sample transform it is indexed on the device."""
-    import torch
-
-    if transform is not None:
-        return Split(Normalized(inputs, targets, info, transform), targets=lambda: targets)
-    if info.mean:
-        shape = (1, -1, *[1] * (inputs.ndim - 2))
-        inputs = (inputs - torch.tensor(info.mean).view(shape)) / torch.tensor(info.std).view(shape)
-    return Split(torch.utils.data.TensorDataset(inputs, targets), (inputs, targets))
-
-
-def refuse_missing(key: str, path: str) -> ConfigError:
-    return ConfigError(key, path, "no such folder", f"set {key} to a folder that exists")
-
-
-TABLE: dict[str, Any] = {"digits": Digits, "random_matrix": RandomMatrix, "synthetic": Synthetic}
+TABLE: dict[str, Any] = {
+    "digits": Digits,
+    "random_matrix": RandomMatrix,
+    "synthetic": Synthetic,
+    "image_folder": ImageFolder,
+    "csv": CsvFile,
+    "torchvision": TorchVision,
+}

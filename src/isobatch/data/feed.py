@@ -12,6 +12,9 @@ from torch import Tensor
 
 from isobatch.batch_plan import BatchPlan, Window
 from isobatch.data import Split
+from isobatch.data.device import ToDevice
+from isobatch.data.loader import WorkerSource, choose_workers
+from isobatch.data.samples import Samples
 from isobatch.distributed import Ranks
 
 
@@ -55,27 +58,41 @@ class Source(Protocol):
 
     def batches(self, requests: Iterator[Request]) -> Iterator[tuple[Tensor, Tensor]]: ...
 
+    def close(self) -> None: ...
+
 
 class TensorSource:
     """A split that lives in the device's memory: a batch is two gathers, no worker, no copy."""
 
-    def __init__(self, tensors: tuple[Tensor, Tensor], device: torch.device, channels_last: bool = False):
+    def __init__(self, tensors: tuple[Tensor, Tensor], to_device: ToDevice):
+        device = to_device.device
         self.inputs, self.targets = (t.to(device) for t in tensors)
         self.device, self.size = device, len(self.targets)
-        self.channels_last = channels_last and self.inputs.ndim == 4
+        self.normalized = to_device.normalized
 
     def batches(self, requests: Iterator[Request]) -> Iterator[tuple[Tensor, Tensor]]:
         for request in requests:
             index = request.indices.to(self.device, non_blocking=True) % self.size
-            inputs = self.inputs.index_select(0, index)
-            if self.channels_last:
-                inputs = inputs.to(memory_format=torch.channels_last)
-            yield inputs, self.targets.index_select(0, index)
+            yield self.normalized(self.inputs.index_select(0, index)), self.targets.index_select(0, index)
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
-def make_source(split: Split, device: torch.device, config: Any, channels_last: bool, ranks: Ranks) -> Source:
-    """In-memory splits are indexed on the device; the others are read by workers."""
-    return TensorSource(split.tensors, device, channels_last)  # type: ignore[arg-type]
+def make_source(split: Split, device: torch.device, config: Any, channels_last: bool, ranks: Ranks,
+                training: bool = False) -> Source:  # fmt: skip
+    """In-memory splits are indexed on the device, unless workers are asked for; the others are read by workers."""
+    options = config.data
+    to_device = ToDevice(device, split.info, channels_last)
+    on_gpu = device.type == "cuda"
+    workers = choose_workers(options.num_workers, split.light, on_gpu, ranks.local_world_size)
+    if split.tensors is not None and not workers:
+        return TensorSource(split.tensors, to_device)
+    pin = getattr(options, "pin_memory", None)
+    return WorkerSource(
+        Samples(split, config.seed, training and getattr(options, "on_error", "stop") == "replace"), to_device, workers,
+        getattr(options, "persistent_workers", True), getattr(options, "prefetch", 2), on_gpu if pin is None else pin,
+    )  # fmt: skip
 
 
 class Feed:

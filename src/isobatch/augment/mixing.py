@@ -1,0 +1,52 @@
+"""Mixup (Zhang et al. 2017) and CutMix (Yun et al. 2019), by timm's code, within one shard and with the shard's seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+from timm.data.mixup import Mixup, mixup_target
+from torch import Tensor
+
+from isobatch.randomness import seed_of
+
+
+class ShardMixer:
+    """`prepare` of a Feed: mixes each shard of a micro batch with itself; targets become class probabilities.
+
+    Seeded by (seed, step, shard), so the result does not depend on which device a shard is computed on. Evaluation never
+    comes here: it keeps its class numbers.
+    """
+
+    def __init__(self, mixup: float, cutmix: float, switch: float, prob: float, mode: str, num_classes: int, seed: int):
+        self.seed, self.num_classes = seed, num_classes
+        self.mixup: Any = Mixup(mixup, cutmix, prob=prob, switch_prob=switch, mode=mode, label_smoothing=0.0,
+                                num_classes=num_classes)  # fmt: skip
+
+    def __call__(self, inputs: Tensor, targets: Tensor, step: int, shards: tuple[int, ...],
+                 sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """
+        Args:
+            inputs: (N, C, H, W) float, mixed in place; targets: (N,) class numbers.
+            shards, sizes: which shards these are, and their samples; N is the sum of `sizes`.
+        Returns:
+            inputs (N, C, H, W) and targets (N, num_classes).
+        """
+        soft = targets.new_empty((len(targets), self.num_classes), dtype=inputs.dtype)
+        before = numpy.random.get_state()  # timm draws from NumPy's global generator
+        try:
+            start = 0
+            for shard, size in zip(shards, sizes, strict=True):
+                part = slice(start, start + size)
+                numpy.random.seed(seed_of("mix", self.seed, step, shard) % 2**32)
+                soft[part] = self._mixed(inputs[part], targets[part]).to(soft.dtype)
+                start += size
+        finally:
+            numpy.random.set_state(before)
+        return inputs, soft
+
+    def _mixed(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        # not Mixup.__call__, which refuses shards of odd size for the sake of a mode that is not offered here
+        lam = self.mixup._mix_elem(inputs) if self.mixup.mode == "elem" else self.mixup._mix_batch(inputs)
+        mixed: Tensor = mixup_target(targets, self.num_classes, lam, 0.0)
+        return mixed

@@ -1,0 +1,154 @@
+"""What augments one image. All draws come from the global generators, which are seeded for the sample beforehand.
+
+Images are tensors (C, H, W), uint8 (0 .. 255) or float, and keep their dtype. Files ask for `box` before they are decoded, so
+that only the crop is; everything else goes through `__call__`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from isobatch.data.pixels import Box, resize
+
+
+@dataclass
+class SampleTransform:
+    """See augment.Simple for the options.
+
+    Args:
+        size: side that comes out of a resized crop; None = the image's own.
+        mean, std: per channel (of pixels in 0 .. 1), for the noise of random erasing and the fill of a policy.
+        value_range: of float images; a policy works on 256 steps of it.
+    """
+
+    crop: str = "pad"
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (0.75, 1.3333)
+    padding: int = 4
+    flip: float = 0.5
+    color_jitter: float = 0.0
+    policy: str = ""
+    erase: float = 0.0
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.25,)
+    interpolation: str = "bilinear"
+    size: int | None = None
+    value_range: tuple[float, float] = (0.0, 1.0)
+    on_pil: list[Callable[[Any], Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.color_jitter:
+            from torchvision.transforms import ColorJitter
+
+            self.on_pil.append(ColorJitter(*[self.color_jitter] * 3))
+        if self.policy:
+            # built here, in the training process: timm is imported once, not by every worker
+            self.on_pil.append(timm_policy(self.policy, self.size or 32, self.mean, self.interpolation))
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Crop, then everything else. (C, H, W) -> (C, H, W), or (C, size, size) after a resized crop."""
+        height, width = image.shape[1:]
+        if self.crop == "resized":
+            left, top, box_width, box_height = self.box(width, height)
+            image = image[:, top : top + box_height, left : left + box_width]
+            image = resize(image, self.size or height, self.interpolation)
+        elif self.crop == "pad":
+            image = shifted(image, random.randint(-self.padding, self.padding), random.randint(-self.padding, self.padding))
+        return self.after(image)
+
+    def box(self, width: int, height: int) -> Box:
+        """The crop of a file: a random part (Inception's crop, as in torchvision's RandomResizedCrop), or the whole."""
+        if self.crop != "resized":
+            side = min(width, height)
+            return (width - side) // 2, (height - side) // 2, side, side
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for _ in range(10):
+            area = width * height * random.uniform(*self.scale)
+            aspect = math.exp(random.uniform(low, high))
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                return random.randint(0, width - w), random.randint(0, height - h), w, h
+        w = min(width, max(1, round(height * self.ratio[1])))  # the largest centered part of an allowed aspect
+        h = min(height, max(1, round(width / self.ratio[0])))
+        return (width - w) // 2, (height - h) // 2, w, h
+
+    def after(self, image: Tensor) -> Tensor:
+        """Everything after the crop."""
+        if random.random() < self.flip:
+            image = image.flip(2)
+        if self.on_pil:
+            image = self._through_pil(image)
+        if self.erase and random.random() < self.erase:
+            image = self._erased(image)
+        return image
+
+    def _through_pil(self, image: Tensor) -> Tensor:
+        """The transforms that need PIL; grey images pass as RGB, floats as 256 steps of their range."""
+        from PIL import Image
+
+        low, high = self.value_range
+        pixels = image
+        if image.dtype != torch.uint8:
+            pixels = ((image - low) * (255 / (high - low))).round_().clamp_(0, 255).to(torch.uint8)
+        rows = pixels.permute(1, 2, 0).contiguous().numpy()
+        picture = Image.fromarray(rows[:, :, 0]).convert("RGB") if len(image) == 1 else Image.fromarray(rows)
+        for transform in self.on_pil:
+            picture = transform(picture)
+        if len(image) == 1:
+            picture = picture.convert("L")
+        changed = torch.from_numpy(numpy.array(picture)).view(*rows.shape).permute(2, 0, 1)
+        return changed if image.dtype == torch.uint8 else changed.float().mul_((high - low) / 255).add_(low)
+
+    def _erased(self, image: Tensor) -> Tensor:
+        """Noise of the images' own mean and deviation over one box (timm's mode `pixel`, before normalisation)."""
+        channels, height, width = image.shape
+        for _ in range(10):
+            area = height * width * random.uniform(0.02, 1 / 3)
+            aspect = math.exp(random.uniform(math.log(0.3), math.log(1 / 0.3)))
+            h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < h < height and 0 < w < width:
+                break
+        else:
+            return image
+        top, left = random.randint(0, height - h), random.randint(0, width - w)
+        mean, std = (torch.tensor(v).view(-1, 1, 1).expand(channels, 1, 1) for v in (self.mean, self.std))
+        noise = torch.randn(channels, h, w) * std + mean
+        low, high = (0.0, 255.0) if image.dtype == torch.uint8 else self.value_range
+        noise = noise * (high - low) + low
+        if image.dtype == torch.uint8:
+            noise = noise.round_().clamp_(0, 255)
+        image = image.clone()
+        image[:, top : top + h, left : left + w] = noise.to(image.dtype)
+        return image
+
+
+def shifted(image: Tensor, down: int, right: int) -> Tensor:
+    """The image moved by so many pixels; what comes in from outside is 0 (a pad crop). Same shape."""
+    height, width = image.shape[1:]
+    moved = torch.zeros_like(image)
+    rows, columns = max(0, height - abs(down)), max(0, width - abs(right))
+    y, x = max(0, down), max(0, right)
+    moved[:, y : y + rows, x : x + columns] = image[:, y - down : y - down + rows, x - right : x - right + columns]
+    return moved
+
+
+def timm_policy(policy: str, size: int, mean: tuple[float, ...], interpolation: str) -> Callable[[Any], Any]:
+    """timm's RandAugment, AutoAugment or AugMix over PIL images, set up as timm's own training transform does."""
+    from timm.data import auto_augment
+    from timm.data.transforms import str_to_pil_interp
+
+    fill = tuple(min(255, round(255 * x)) for x in (mean if len(mean) == 3 else mean[:1] * 3))
+    options = {"translate_const": int(size * 0.45), "img_mean": fill, "interpolation": str_to_pil_interp(interpolation)}
+    if policy.startswith("rand"):
+        return auto_augment.rand_augment_transform(policy, options)  # type: ignore[no-any-return]
+    if policy.startswith("augmix"):
+        return auto_augment.augment_and_mix_transform(policy, {**options, "translate_pct": 0.3})  # type: ignore[no-any-return]
+    return auto_augment.auto_augment_transform(policy, options)  # type: ignore[no-any-return]

@@ -1,0 +1,115 @@
+"""What every dataset hands over: two splits, and what a model needs to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.checks import choice, positive
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What the rest needs to know of a dataset.
+
+    Args:
+        shape: of one input, without the batch: (C, H, W) for images, (features,) for vectors.
+        num_classes: 0 = targets are numbers, not classes.
+        mean, std: per channel, of inputs in 0 .. 1; applied on the device when inputs arrive as uint8.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_classes: int = 0
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def in_chans(self) -> int:
+        return self.shape[0]
+
+    @property
+    def features(self) -> int:
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+
+class Split:
+    """A map-style dataset: `dataset[i] -> (input, target)`, len(dataset) samples, in a fixed order.
+
+    Args:
+        dataset: may have `describe(i) -> str`, which names sample i (its file) when it cannot be read.
+        tensors: (inputs, targets) when all of it is in memory, ready for the model: then batches are indexed on the
+            device and no worker is involved.
+        targets: gives all class labels (N,) int64, for samplers that weigh by class.
+        info: mean and std for uint8 inputs.
+        light: a sample costs so little that a worker process would only slow it down.
+    """
+
+    def __init__(self, dataset: Any, tensors: tuple[Tensor, Tensor] | None = None,
+                 targets: Callable[[], Tensor] | None = None, info: DataInfo | None = None, light: bool = False):  # fmt: skip
+        self.dataset, self.tensors, self.info = dataset, tensors, info
+        self.light = light or tensors is not None
+        self.targets = targets if targets is not None else self._scan_targets
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def describe(self, index: int) -> str:
+        """How a person finds sample `index`."""
+        name = getattr(self.dataset, "describe", None)
+        return f"sample {index}" if name is None else f"sample {index} ({name(index)})"
+
+    def _scan_targets(self) -> Tensor:
+        import torch
+
+        if self.tensors is not None:
+            return self.tensors[1]
+        return torch.tensor([self.dataset[i][1] for i in range(len(self.dataset))])
+
+
+@dataclass(frozen=True)
+class Splits:
+    train: Split
+    eval: Split
+    info: DataInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How samples that are not in memory get read.
+
+    Args:
+        num_workers: processes that read and augment; 0 = the training process itself, null = from the cores.
+        persistent_workers: keep the evaluation's workers from one evaluation to the next.
+        prefetch: batches that each worker reads ahead.
+        pin_memory: null = on CUDA.
+        on_error: a training sample that cannot be decoded: `stop`, or `replace` it by the next one that can and say so.
+            In an evaluation it always stops, since a replacement would falsify the result.
+    """
+
+    num_workers: int | None = None
+    persistent_workers: bool = True
+    prefetch: int = 2
+    pin_memory: bool | None = None
+    on_error: str = "stop"
+
+    def __post_init__(self) -> None:
+        check_workers(self.num_workers)
+        positive("data.prefetch", self.prefetch)
+        choice("data.on_error", self.on_error, ("stop", "replace"))
+
+
+def check_workers(num_workers: int | None) -> None:
+    """Raise ConfigError unless `num_workers` is null or not negative."""
+    if num_workers is not None and num_workers < 0:
+        raise ConfigError("data.num_workers", num_workers, "is negative",
+                          "set data.num_workers=0 (none), or null (from the cores)")  # fmt: skip

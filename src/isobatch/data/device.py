@@ -1,0 +1,64 @@
+"""Batches from main memory to the device, as floats with mean 0: uint8 on the way, a quarter of the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from isobatch.data.samples import HostBatch
+
+if TYPE_CHECKING:
+    from isobatch.data.base import DataInfo
+
+
+class ToDevice:
+    """
+    Args:
+        info: its mean and std (of pixels in 0 .. 1) normalise images that arrive as uint8; without them pixels become 0 .. 1.
+        channels_last: memory format of the images (N, C, H, W) that come out.
+    """
+
+    def __init__(self, device: torch.device, info: DataInfo | None, channels_last: bool):
+        self.device = device
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        mean = info.mean if info and info.mean else (0.0,)
+        std = info.std if info and info.std else (1.0,)
+        self.mean = torch.tensor(mean, dtype=torch.float64).mul(255).float().view(1, -1, 1, 1).to(device)
+        self.scale = torch.tensor(std, dtype=torch.float64).mul(255).reciprocal().float().view(1, -1, 1, 1).to(device)
+
+    def normalized(self, inputs: Tensor) -> Tensor:
+        """Images (N, C, H, W) in this object's memory format; uint8 becomes float32. Anything else as it is."""
+        if inputs.ndim != 4:
+            return inputs
+        if inputs.dtype != torch.uint8:
+            return inputs.contiguous(memory_format=self.format)
+        return inputs.to(torch.float32, memory_format=self.format).sub_(self.mean).mul_(self.scale)
+
+    def __call__(self, batch: HostBatch) -> tuple[Tensor, Tensor]:
+        inputs = batch.inputs.to(self.device, non_blocking=True)
+        return self.normalized(inputs), batch.targets.to(self.device, non_blocking=True)
+
+    def stream(self, batches: Iterator[HostBatch]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each batch on the device. On CUDA the copy of the next one runs beside the computation, on a stream of its own."""
+        if self.device.type != "cuda":
+            yield from map(self, batches)
+            return
+        side, ready = torch.cuda.Stream(self.device), None
+        for batch in batches:
+            with torch.cuda.stream(side):
+                following = (*self(batch), side.record_event())
+            if ready is not None:
+                yield self._handed_over(*ready)
+            ready = following
+        if ready is not None:
+            yield self._handed_over(*ready)
+
+    def _handed_over(self, inputs: Tensor, targets: Tensor, done: torch.cuda.Event) -> tuple[Tensor, Tensor]:
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(done)
+        for tensor in (inputs, targets):
+            tensor.record_stream(current)  # else the allocator may hand its memory to the side stream too early
+        return inputs, targets

@@ -1,0 +1,110 @@
+"""One request in, one batch out: what happens in a worker process, or in the training process when there is none.
+
+Every draw of torch, NumPy or Python's random inside a dataset is seeded for its sample, so a batch does not depend on who
+reads it, nor on what was read before.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobatch.randomness import seed_sample
+
+if TYPE_CHECKING:
+    from isobatch.data.base import Split
+
+# what decoders raise for damaged files; PIL uses SyntaxError for broken PNG chunks
+UNREADABLE = (OSError, EOFError, SyntaxError, ValueError)
+TRIES = 100
+
+
+class HostBatch(NamedTuple):
+    """(inputs, targets) in main memory, and what could not be read."""
+
+    inputs: Tensor
+    targets: Tensor
+    replaced: list[str]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A dataset raised: `line` for a person, `trace` for who wrote the dataset. Plain text, so that it can travel."""
+
+    line: str
+    trace: str
+
+
+class Samples:
+    """
+    Args:
+        split: what is read.
+        seed: of the run.
+        replaces: put the next readable sample in the place of one that cannot be decoded.
+    """
+
+    def __init__(self, split: Split, seed: int, replaces: bool = False):
+        self.split, self.seed, self.replaces = split, seed, replaces
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitems__(self, request: tuple[int, Sequence[int]]) -> HostBatch | Failure:
+        """(epoch, virtual indices) -> the batch. The name is the one that torch's DataLoader looks for."""
+        epoch, indices = request
+        replaced: list[str] = []
+        inputs, targets, index = [], [], -1
+        try:
+            for index in indices:
+                one_input, one_target = self._sample(epoch, index, replaced)
+                inputs.append(one_input)
+                targets.append(one_target)
+            index = -1
+            return HostBatch(stacked(inputs), stacked(targets), replaced)
+        except Exception as error:
+            what = "a batch" if index < 0 else self.split.describe(index % len(self))
+            line = f"data: {what} could not be read: {type(error).__name__}: {' '.join(str(error).split())}"
+            return Failure(line, traceback.format_exc())
+
+    def _sample(self, epoch: int, index: int, replaced: list[str]) -> tuple[Any, Any]:
+        n = len(self)
+        for k in range(min(n, TRIES)):
+            seed_sample(self.seed, epoch, index)
+            try:
+                sample = self.split.dataset[(index + k) % n]
+                break
+            except UNREADABLE as error:
+                if not self.replaces or k + 1 == min(n, TRIES):
+                    raise
+                replaced.append(f"{self.split.describe((index + k) % n)}: {' '.join(str(error).split())}")
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise TypeError(f"a dataset has to return (input, target), this one returned {type(sample).__name__}")
+        return sample[0], sample[1]
+
+
+def stacked(values: list[Any]) -> Tensor:
+    """One tensor from the inputs or targets of a batch: tensors, arrays, numbers or PIL images (as uint8 C, H, W).
+
+    Images whose rows hold interleaved channels stay so (channels_last), which saves a transpose per image.
+    """
+    first = values[0]
+    if isinstance(first, bool | int):
+        return torch.tensor(values, dtype=torch.int64)
+    if isinstance(first, float):
+        return torch.tensor(values, dtype=torch.float32)
+    if not isinstance(first, Tensor):
+        if hasattr(first, "getbands"):  # a PIL image
+            from isobatch.data.pixels import as_pixels
+
+            values = [as_pixels(value) for value in values]
+        else:
+            values = [torch.as_tensor(value) for value in values]
+        first = values[0]
+    if first.ndim == 3 and not first.is_contiguous() and first.permute(1, 2, 0).is_contiguous():
+        return torch.stack([value.permute(1, 2, 0) for value in values]).permute(0, 3, 1, 2)
+    return torch.stack(values)
