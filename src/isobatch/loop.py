@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from isobatch import hardware
 from isobatch.checkpoint import Checkpointer
 from isobatch.console import Console
 from isobatch.data.feed import Feed, WindowData
@@ -75,6 +76,7 @@ class Loop:
         """
         state = self.state
         poll = StopPoll(self.ranks, self.stop_requested)
+        self.console.begin(state.step)
         self.clock.restart()
         logged_samples = state.samples
         logged_s = self.clock.train_s
@@ -134,12 +136,14 @@ class Loop:
             if math.isfinite(value) and (best is None or sign * value > sign * best["value"]):
                 state.best[metric] = {"value": value, "step": state.step}
                 improved.append(metric)
-        self.logger.log(row)
+        memory = self.ranks.gather_objects(hardware.peak_memory_mb(self.parts.device)) or []
+        self.logger.log({**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},
+                         **{f"memory/rank{rank}_mb": peak for rank, peak in enumerate(memory)}})  # fmt: skip
         if self.log_weights:
             flat = torch.cat([p.detach().reshape(-1) for p in state.parameters])
             row["weights"] = [round(w, 6) for w in flat[: self.log_weights].tolist()]
         self.files.row(row)
-        self.console.evaluation(row)
+        self.console.evaluation(row, improved)
         return improved
 
     def _set_lr(self) -> float:
