@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def wants_channels_last(config: Config, device: torch.device) -> bool:
     if config.channels_last is not None:
         return config.channels_last
     return device.type == "cuda" and config.data.kind == "images" and config.precision.name != "fp32"
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Of the device on CUDA, else of this process, in MiB."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, 1)  # Linux counts KiB
 
 
 def name(device: torch.device) -> str:
