@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -78,6 +77,7 @@ class Run:
         self.device = device = choose_device(ranks)
         threads = hardware.set_up(config, ranks, device)
         splits: Splits = config.data.load(config.augment.sample_transform(config.data), config.seed)
+        self.data_info = splits.info
         seed_everything(config.seed)  # the weights are drawn next, from the seed alone
         model = config.model.build(splits.info)
         batch = resolve_batch(config.batch.effective, config.batch.micro, config.accumulation.steps,
@@ -172,6 +172,8 @@ class Run:
         else:
             self.loop.train()
             self.loop.checkpointer.wait()
+        if self.logger.wants_predictions:
+            self.loop.show_predictions(self.data_info, self.logger.wants_predictions)
 
     def finish(self, ending: str, error: BaseException | None) -> None:
         """The end of the data workers, summary.json, the result on the terminal, and the end of the logger's run."""
@@ -181,7 +183,7 @@ class Run:
         self.files.summary(summary)
         self.files.close()
         self.logger.finish(summary, 0 if ending == "completed" else getattr(error, "exit_code", 1))
-        self.console.result(summary, str(self.run_dir))
+        self.console.result(summary, str(self.run_dir), self.logger.how_to_look)
 
     def summary(self, ending: str, error: BaseException | None) -> dict[str, Any]:
         loop, state = self.loop, self.loop.state if self.loop else None
@@ -214,9 +216,5 @@ class Run:
 
     def this_rank(self) -> dict[str, Any]:
         device = getattr(self, "device", torch.device("cpu"))
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device) / 2**20
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # Linux counts KiB
         return {"rank": self.ranks.rank, "local_rank": self.ranks.local_rank, "pid": os.getpid(),
-                "host": platform.node(), "device": hardware.name(device), "peak_memory_mb": round(peak, 1)}  # fmt: skip
+                "host": platform.node(), "device": hardware.name(device), "peak_memory_mb": hardware.peak_memory_mb(device)}  # fmt: skip
