@@ -13,11 +13,13 @@ import torch
 from isobatch import hardware
 from isobatch.checkpoint import Checkpointer
 from isobatch.console import Console
+from isobatch.data import DataInfo
 from isobatch.data.feed import Feed, WindowData
 from isobatch.distributed import Ranks
 from isobatch.errors import JobFailed, Stopped
 from isobatch.evaluate import Evaluator
 from isobatch.logger import Logger
+from isobatch.logger.predictions import predict
 from isobatch.run_files import RunFiles
 from isobatch.state import TrainState
 from isobatch.step import Parts, train_step
@@ -145,6 +147,13 @@ class Loop:
         self.files.row(row)
         self.console.evaluation(row, improved)
         return improved
+
+    def show_predictions(self, info: DataInfo, count: int) -> None:
+        """What the model says of the first `count` evaluated images, to the logger. This rank alone."""
+        model = self.state.model if self.state.ema is None else self.state.ema.module
+        found = predict(self.evaluator, model, info, count)
+        if found is not None:
+            self.logger.predictions({"samples": self.state.samples}, found)
 
     def _set_lr(self) -> float:
         factor = self.schedule(self.state.update)
