@@ -18,7 +18,7 @@ from isobatch.report.table import JOB, Comparison
 from isobatch.report.text import show
 
 _FIND = '<input id="find" type="search" placeholder="Filter jobs" aria-label="Filter jobs">'
-_JOBS_IN_LEGEND, _JOBS_WITH_BARS, _VALUES_PER_KEY = 40, 40, 12
+_JOBS_IN_LEGEND, _JOBS_WITH_BARS, _VALUES_PER_KEY, _REASONS = 40, 40, 12, 8
 
 
 def render(comparison: Comparison, folders: Sequence[Path]) -> str:
@@ -89,12 +89,18 @@ def _cards(comparison: Comparison) -> str:
 
 
 def _problems(comparison: Comparison) -> str:
-    broken = [run for run in comparison.runs if not run.completed]
-    items = "".join(
-        f"<li><b>job {escape(run.job)}</b> {badge(run.state)} {escape(run.error or '')}</li>" for run in broken[:20]
-    )
-    more = f"<li>and {len(broken) - 20} more in the table</li>" if len(broken) > 20 else ""
-    return f'<ul class="problems">{items}{more}</ul>' if broken else ""
+    """What kept jobs from completing, the jobs that share a reason on one line."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for run in comparison.runs:
+        if not run.completed:
+            reasons.setdefault((run.state, run.error or ""), []).append(run.job)
+    items = []
+    for (state, error), jobs in list(reasons.items())[:_REASONS]:
+        who = f"job {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
+        items.append(f"<li><b>{escape(who)}</b> {badge(state)} {escape(error)}</li>")
+    left = sum(map(len, list(reasons.values())[_REASONS:]))
+    more = f"<li>and {left} more in the table</li>" if left else ""
+    return f'<ul class="problems">{"".join(items)}{more}</ul>' if items else ""
 
 
 def _curves(comparison: Comparison) -> str:

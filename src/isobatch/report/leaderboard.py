@@ -32,7 +32,7 @@ def leaderboard(comparison: Comparison) -> str:
         order = f' aria-sort="{"descending" if column.better > 0 else "ascending"}"'
         heads.append(
             f'<th scope="col" class="h{" edge" * (at in edges)}"{order * (column.key == comparison.primary)}>'
-            f"<button>{escape(column.title).replace('.', '.<wbr>').replace('/', '/<wbr>')}</button></th>"
+            f"<button>{_breakable(column.title)}</button></th>"
         )
     best = {column.key: comparison.best(column.key) for column in columns}
     widest = {key: max([number(row.get(key)) for row in rows if number(row.get(key)) > 0] or [1]) for key in _BARS}
@@ -48,6 +48,12 @@ def leaderboard(comparison: Comparison) -> str:
         lines.append(f'<tr data-j="{index}"><th scope="row" data-v="{job}">{dot}{job}</th>{"".join(cells)}</tr>')
     head = f'<thead><tr class="groups">{top}</tr><tr>{"".join(heads)}</tr></thead>'
     return f'<div class="scroll" tabindex="0"><table id="jobs">{head}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _breakable(title: str) -> str:
+    """A long heading may wrap after its dots and slashes."""
+    text = escape(title)
+    return text.replace(".", ".<wbr>").replace("/", "/<wbr>") if len(title) > 10 else text
 
 
 def _cell(value: Cell, column: Column, best: float | None, widest: float | None, edge: str) -> str:

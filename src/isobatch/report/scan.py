@@ -64,18 +64,17 @@ class Scan:
             start, end = block.rfind(b"\n", 0, found) + 1, block.find(b"\n", found) + 1
             evals.append((block.count(b"\n", 0, start), block[start:end]))
             found = block.find(_EVAL, end)
-        losses, steps = _LOSS.findall(block), _STEP.findall(block)
-        usual = len(steps) == lines and len(losses) == lines - len(evals)
-        if not usual or any(_TRAIN in line for _, line in evals):
+        losses = _LOSS.findall(block)
+        values = _floats(losses) if len(losses) == lines - len(evals) else None
+        if values is None or any(_TRAIN in line for _, line in evals):
             return self._add_lines(block, at)
-        places = [place for place, _ in evals]
-        rows = np.delete(np.array(steps, dtype="S18").astype(np.int64), places)
-        values = _floats(losses)
+        starts = np.concatenate([[0], np.flatnonzero(np.frombuffer(block, np.uint8) == 10)[:-1] + 1])
+        starts = np.delete(starts, [place for place, _ in evals])
+        rows = _steps(block, starts)
         latest = self.steps[-1] if self.steps else -1
-        if values is None or (len(rows) and rows[0] <= latest) or (np.diff(rows) <= 0).any():
+        if rows is None or (len(rows) and (rows[0] <= latest or (np.diff(rows) <= 0).any())):
             return self._add_lines(block, at)
-        starts = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + 1 + at
-        starts = np.delete(np.concatenate([[at], starts[:-1]]), places).astype(np.int64)
+        starts = (starts + at).astype(np.int64)
         for before, (place, line) in enumerate(evals):
             index = place - before - 1
             self._add_eval(line, int(starts[index]) if index >= 0 else self._last_offset())
@@ -120,3 +119,24 @@ def _floats(texts: list[bytes]) -> list[float] | None:
         return list(map(float, texts))
     except ValueError:
         return None
+
+
+def _steps(block: bytes, starts: np.ndarray) -> np.ndarray | None:
+    """The steps of the rows that start there; None if one of them has none.
+
+    Rows are logged at even distances, so that two rows at either end and one in the middle settle the rest: a step
+    that was logged again or left out moves the end. Only otherwise is each step read.
+    """
+    count = len(starts)
+
+    def step(row: int) -> int:
+        found = _STEP.search(block, int(starts[row]), block.find(b"\n", int(starts[row])))
+        return int(found[1][:18]) if found else -1
+
+    if count > 8:
+        first, second = step(0), step(1)
+        even = first + (second - first) * np.arange(count, dtype=np.int64)
+        if 0 <= first < second and all(step(row) == even[row] for row in (count // 2, count - 2, count - 1)):
+            return even
+    steps = np.array([step(row) for row in range(count)], dtype=np.int64)
+    return None if (steps < 0).any() else steps

@@ -90,6 +90,10 @@ _PRIMARY = ("eval/accuracy", "eval/loss", "train/loss")
 _RANKS = {"best eval/accuracy": 2, "best eval/loss": 4, "final train/loss": 3}
 _FIXED = [
     Column("updates", RESULT),
+    Column("losses part at", SAME, rank=1),
+    Column("loss difference", SAME),
+    Column("weight distance", SAME),
+    Column("weights", SAME),
     Column("plan", SPEED),
     Column("samples/s", SPEED, 1, rank=2),
     *[Column(f"s at {step}", SPEED, -1) for step in MILESTONES],
@@ -100,10 +104,6 @@ _FIXED = [
     Column("pids", MEMORY),
     Column("loss scale", MEMORY),
     Column("skipped steps", MEMORY),
-    Column("weights", SAME),
-    Column("weight distance", SAME),
-    Column("loss difference", SAME),
-    Column("losses part at", SAME, rank=1),
     Column("error", ERROR),
 ]
 
