@@ -98,12 +98,14 @@ def facts(summary: Mapping[str, Any], run_dir: str) -> list[tuple[str, str]]:
     if summary.get("weights_sha256"):
         pairs.append(("weights", f"sha256 {summary['weights_sha256'][:16]}"))
     pairs.append(("run folder", relative(run_dir)))
+    if summary.get("state") == "stopped":
+        pairs.append(("go on with", f"the same command and resume={relative(run_dir)}"))
     return [(label, text) for label, text in pairs if text]
 
 
 def progress_text(row: Mapping[str, Any]) -> list[str]:
     """loss, lr and samples/s of the last logged step."""
-    parts = [f"loss {value_of('train/loss', row['train/loss'])}", f"lr {number(row['train/lr'])}"]
+    parts = [f"loss {value_of('train/loss', row['train/loss'])}", f"lr {row['train/lr']:.3g}"]
     if row.get("train/loss_scale", 1) != 1:
         parts.append(f"scale {row['train/loss_scale']:,.0f}")
     if row.get("train/skipped_steps"):
