@@ -72,21 +72,19 @@ class ShardStatistics:
         self.counts = [layer.num_batches_tracked for layer in layers]
         self.flat: Tensor | None = None
         if values:
-            self.flat = torch.cat([v.reshape(-1).float() for v in values])
+            self.flat = torch.cat([v.reshape(-1) for v in values])
             offset = 0
             for layer in layers:
                 for name in ("running_mean", "running_var"):
                     old = layer._buffers[name]
                     layer._buffers[name] = self.flat[offset : offset + old.numel()].view(old.shape)
                     offset += old.numel()
-            self.base, self.sum = self.flat.clone(), torch.zeros_like(self.flat)
+            self.base = self.flat.clone()
         self.base_counts: list[Tensor] = []
-        self.filled = 0
 
     def begin(self) -> None:
         if self.flat is not None:
             self.base.copy_(self.flat)
-            self.sum.zero_()
             self.base_counts = torch._foreach_add(self.counts, 0)
 
     def enter(self) -> None:
@@ -94,21 +92,20 @@ class ShardStatistics:
         if self.flat is not None:
             self.flat.copy_(self.base)
 
-    def leave(self, micro: MicroBatch) -> None:
-        """After a shard's forward: collect what it made of the base."""
+    def leave(self, micro: MicroBatch, reducer: Any) -> None:
+        """After a shard's forward: hand what it made of the base to the reducer, which knows how to add exactly."""
         if self.flat is not None:
-            self.sum.add_(self.flat)
+            reducer.add_buffers(micro, self.flat)
 
     def rollback(self) -> None:
         """Forget the window."""
         if self.flat is not None:
             self.flat.copy_(self.base)
-            self.sum.zero_()
             torch._foreach_copy_(self.counts, self.base_counts)
 
     def commit(self, reducer: Any) -> None:
         """Mean over the window's non-empty shards, on all ranks; one more tracked batch."""
         if self.flat is not None:
-            self.flat.copy_(reducer.mean_buffers(self.sum))
+            self.flat.copy_(reducer.mean_buffers(self.flat))
             torch._foreach_copy_(self.counts, self.base_counts)
             torch._foreach_add_(self.counts, 1)

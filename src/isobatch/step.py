@@ -42,7 +42,7 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
             with reducer.shard(micro):
                 with parts.precision.autocast(parts.device):
                     loss = parts.criterion(reducer.module(micro.inputs), micro.targets) * micro.weight
-                statistics.leave(micro)  # before backward: activation checkpointing runs the forward again in there
+                statistics.leave(micro, reducer)  # before backward: activation checkpointing runs the forward again in there
                 reducer.record(micro, loss)
                 if micro.is_first:
                     optimizer.zero_grad()  # as late as this, so that gradients and activations never coexist idly

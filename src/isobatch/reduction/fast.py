@@ -26,15 +26,23 @@ class FastReducer:
 
     def __init__(self, module: nn.Module, strategy: Any, plan: BatchPlan, ranks: Ranks, device: torch.device):
         self.strategy, self.ranks = strategy, ranks
-        self.module = strategy.wrap(module, ranks, device)
+        self.module, self.wrapped = module, False
+        if not strategy.wraps_late(ranks):
+            self._wrap(None, device)
         self.loss_factor: float = strategy.loss_factor(ranks)
         self.device = device
+
+    def _wrap(self, first: Tensor | None, device: torch.device) -> None:
+        self.module, self.wrapped = self.strategy.wrap(self.module, self.ranks, device, first), True
 
     def begin(self, window: Window) -> None:
         self.window = window
         self.loss: Tensor | None = None
+        self.buffers: Tensor | None = None
 
     def shard(self, micro: MicroBatch) -> AbstractContextManager:
+        if not self.wrapped:
+            self._wrap(micro.inputs, self.device)
         return self.strategy.gradient_sync(self.module, micro)
 
     def record(self, micro: MicroBatch, weighted_loss: Tensor) -> None:
@@ -44,6 +52,8 @@ class FastReducer:
 
     def finish(self) -> bool:
         if self.loss is None:
+            if not self.wrapped:
+                self._wrap(None, self.device)
             self.module.zero_grad()  # no micro batch did it
             self.strategy.idle(self.module)
         return True
@@ -53,12 +63,23 @@ class FastReducer:
         loss = torch.zeros((), dtype=torch.float64, device=self.device) if self.loss is None else self.loss.double()
         return self.ranks.all_reduce(loss)
 
-    def mean_buffers(self, sums: Tensor) -> Tensor:
-        """Mean over the window's filled shards; `sums` (n,) is this rank's sum over its own. A collective."""
-        return self.ranks.all_reduce(sums) / self.window.num_filled
+    def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
+        """Take what the forward made of the running statistics, `flat` (n,)."""
+        flat = _wide(flat)
+        self.buffers = flat.clone() if self.buffers is None else self.buffers.add_(flat)
+
+    def mean_buffers(self, flat: Tensor) -> Tensor:
+        """Mean of what was added over the window's filled shards, shaped as `flat` (n,). A collective."""
+        total = torch.zeros_like(_wide(flat)) if self.buffers is None else self.buffers
+        return self.ranks.all_reduce(total) / self.window.num_filled
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+def _wide(flat: Tensor) -> Tensor:
+    """Half statistics (O3) as fp32: a sum of variances soon leaves fp16's range."""
+    return flat.float() if flat.dtype.itemsize == 2 else flat

@@ -1,0 +1,240 @@
+"""`reduction=exact`: a reducer of our own, whose sums are the same to the bit on every hardware plan.
+
+A shard's gradients are taken from the parameters as soon as a bucket of them is complete, which is told by hooks during
+its backward. In the last shard of a rank a complete bucket is sent off at once, so that the rest of backward hides the
+way. All ranks do the same exchanges in the same order, whatever they have to add: buckets first to last, then one small
+agreement about the whole window. `fast.py` describes a reducer's protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from isobatch.distributed import Ranks
+from isobatch.errors import ConfigError, JobFailed
+from isobatch.reduction.bin64 import BinSum, Units
+from isobatch.reduction.buckets import make_bucket, make_buckets
+from isobatch.reduction.exchange import Scratch
+from isobatch.reduction.tree import Layouts, TreeSum
+
+if TYPE_CHECKING:
+    from isobatch.batch_plan import BatchPlan, Window
+    from isobatch.data.feed import MicroBatch
+    from isobatch.precision import WorkingCopy
+    from isobatch.reduction import Exact
+
+UNDER_WAY = 2  # buckets whose exchange may be unfinished when the next one starts: bounds the memory for messages
+
+
+def build(options: Exact, working: WorkingCopy, strategy: Any, plan: BatchPlan, ranks: Ranks,
+          device: torch.device) -> ExactReducer:  # fmt: skip
+    """The reducer that `options` describe.
+
+    Raises:
+        ConfigError: what no exact sum is offered for.
+    """
+    if len(strategy.lane_devices(device)) > 1:
+        raise ConfigError("parallel.name", strategy.name, "nn.DataParallel adds gradients in the order of its devices, "
+                          "which reduction=exact cannot promise anything about",
+                          "set parallel=ddp (the weights do not depend on it) or reduction=fast")  # fmt: skip
+    if any(isinstance(m, nn.SyncBatchNorm) for m in working.module.modules()):
+        raise ConfigError("model.batch_norm", "sync", "sums its statistics in an order that depends on the plan",
+                          "set model.batch_norm=shard or reduction=fast")  # fmt: skip
+    if any(p.is_complex() for p in working.module.parameters()):
+        raise ConfigError("reduction.name", options.name, "has no sum for complex parameters", "set reduction=fast")
+    return ExactReducer(options, working, strategy, plan, ranks, device)
+
+
+class ExactReducer:
+    """Sums of gradients, losses and buffers over a window's shards; see the module's docstring."""
+
+    loss_factor = 1.0  # a shard's loss is weighted by its samples already: the window's gradient is the plain sum
+
+    def __init__(self, options: Exact, working: WorkingCopy, strategy: Any, plan: BatchPlan, ranks: Ranks,
+                 device: torch.device):  # fmt: skip
+        batch = plan.batch
+        self.ranks, self.device, self.module = ranks, device, working.module
+        self.method = options.resolved_method(batch.num_shards)
+        self.parameters = [p for p in working.module.parameters() if p.requires_grad and p.numel()]
+        world = [Ranks(rank, ranks.world_size) for rank in range(ranks.world_size)]
+        shards = [shards_of(plan, strategy.local_replicas(r, device)) for r in world]
+        self.layouts = Layouts(shards, ranks.rank)
+        self.scratch = Scratch(UNDER_WAY)
+        self.units = Units(len(self.parameters), batch.num_shards) if self.method == "bin64" else None
+        self.buckets = make_buckets(self.parameters, options.bucket_mb * 1e6, ranks.world_size)
+        self.sums = [self._sum(bucket, i) for i, bucket in enumerate(self.buckets)]
+        self.losses = torch.zeros(batch.num_shards, dtype=torch.float64, device=device)
+        self.buffers: TreeSum | None = None
+        self.hooks = [
+            self.parameters[i].register_post_accumulate_grad_hook(self._hook(b, i))
+            for b, bucket in enumerate(self.buckets) for i in bucket.ids
+        ]  # fmt: skip
+        # the first window shows whether a parameter gets its gradient in several pieces within one backward
+        self.early = False
+        self.repeats = False
+        self.last = False
+
+    @property
+    def replays(self) -> bool:
+        """Whether a window may have to be run once more, so that its batches are kept."""
+        return self.units is not None
+
+    def _sum(self, bucket: Any, index: int) -> TreeSum | BinSum:
+        if self.units is None:
+            return TreeSum(bucket, index, self.layouts, self.scratch)
+        return BinSum(bucket, index, self.ranks.rank, self.ranks.world_size, self.units, self.scratch)
+
+    # -- a window ------------------------------------------------------------------------------------------------
+    def begin(self, window: Window) -> None:
+        self.window = window
+        self.current: int | None = None
+        self.touched = [False] * len(self.parameters)
+        self.started = 0
+        self.losses.zero_()
+        for parameter in self.parameters:
+            parameter.grad = None  # its memory is ours, and is about to be used again
+        for part in self.sums:
+            part.begin(window.num_filled)
+        if self.buffers is not None:
+            self.buffers.begin(window.num_filled)
+
+    @contextmanager
+    def shard(self, micro: MicroBatch) -> Iterator[None]:
+        """Around forward and backward of one shard."""
+        self.current = micro.shards[0]
+        self.last = micro.is_last
+        self.missing = [len(bucket.ids) for bucket in self.buckets]
+        self.taken = [False] * len(self.buckets)
+        self.arrived: set[int] = set()
+        yield
+        for b, taken in enumerate(self.taken):
+            if not taken:
+                self._take(b)
+
+    def _hook(self, b: int, i: int) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            if i in self.arrived:
+                self._arrived_again(i)
+            self.arrived.add(i)
+            self.missing[b] -= 1
+            if self.early and self.missing[b] == 0:
+                self._take(b)
+
+        return arrived
+
+    def _arrived_again(self, i: int) -> None:
+        self.repeats = True
+        if self.early:
+            names = {id(p): name for name, p in self.module.named_parameters()}
+            raise JobFailed(f"parameter {names[id(self.parameters[i])]} got its gradient in several pieces in one backward, "
+                            "but not so in the first window; use activation checkpointing with use_reentrant=False, or "
+                            "reduction=fast")  # fmt: skip
+
+    def _take(self, b: int) -> None:
+        """Move the bucket's gradients from the parameters into its sum; send it off if this was the last of them."""
+        gradients = []
+        for i in self.buckets[b].ids:
+            parameter = self.parameters[i]
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                self.touched[i] = True
+                gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
+            gradients.append(gradient)
+        self.sums[b].leaf(self.current, gradients)
+        self.taken[b] = True
+        if self.last:
+            while self.started < len(self.buckets) and self.taken[self.started]:
+                self._start()
+
+    def _start(self) -> None:
+        """Start the exchange of the next bucket; the order of all exchanges is the same on all ranks."""
+        self.sums[self.started].launch()
+        self.started += 1
+        if self.started >= UNDER_WAY:
+            self.sums[self.started - UNDER_WAY].reduce()
+
+    def finish(self) -> bool:
+        """Every parameter's gradient is the sum over the window's shards, or None where no shard had one.
+
+        False = run the window once more (decided by all ranks together).
+        """
+        self.early = self.current is not None and not self.repeats
+        while self.started < len(self.buckets):
+            self._start()
+        for part in self.sums[max(0, len(self.sums) - UNDER_WAY + 1) :]:
+            part.reduce()
+        largest = self._agree()
+        accepted = self.units is None or self.units.check(largest)
+        results = [part.result() for part in self.sums]  # waits for what is under way, also if it is of no use
+        if not accepted:
+            return False
+        for bucket, values in zip(self.buckets, results, strict=True):
+            for i, value in zip(bucket.ids, values, strict=True):
+                parameter = self.parameters[i]
+                # a half parameter with a master holds an fp32 gradient, which is handed to the master as it is
+                dtype = parameter.grad_dtype or parameter.dtype
+                parameter.grad = None if largest[i] < 0 else value.to(dtype)
+        return True
+
+    def _agree(self) -> list[float]:
+        """Of each parameter, over all ranks: -1 without a gradient, else bin64's largest magnitude (infinite for a NaN).
+
+        Through main memory, so that `tree` does not wait for an accelerator; `bin64` has to, once.
+        """
+        mine = torch.tensor(self.touched, dtype=torch.float64).sub_(1.0)
+        if self.units is not None:
+            for part in self.sums:
+                mine[part.bucket.ids] = part.largest.cpu()  # type: ignore[union-attr]
+            mine.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+        return self.ranks.all_reduce(mine, "max").tolist()
+
+    # -- losses and buffers --------------------------------------------------------------------------------------
+    def record(self, micro: MicroBatch, weighted_loss: Tensor) -> None:
+        """`weighted_loss`: 0-d, the shard's loss times its weight in the window."""
+        self.losses[self.current] = weighted_loss.detach()
+
+    def window_loss(self) -> Tensor:
+        """Mean loss of the window, 0-d float64 (a collective): every shard has a place of its own, all others add zero."""
+        return self.ranks.all_reduce(self.losses.clone()).sum()
+
+    def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
+        """Take what a shard's forward made of the running statistics, `flat` (n,)."""
+        self._buffer_sum(flat).leaf(self.current, [flat.clone()])
+
+    def mean_buffers(self, flat: Tensor) -> Tensor:
+        """Mean of the statistics over the window's filled shards, shaped as `flat` (n,). A collective."""
+        total = self._buffer_sum(flat)
+        total.launch()
+        total.reduce()
+        (values,) = total.result()
+        assert values is not None
+        return values / self.window.num_filled
+
+    def _buffer_sum(self, flat: Tensor) -> TreeSum:
+        """Statistics are few: the tree serves both methods."""
+        if self.buffers is None:
+            bucket = make_bucket([0], [flat], self.ranks.world_size)
+            self.buffers = TreeSum(bucket, 0, self.layouts, Scratch())
+            self.buffers.begin(self.window.num_filled)
+        return self.buffers
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """bin64's exponents: without them a resumed run might round the first window otherwise."""
+        return {} if self.units is None else {"exponents": list(self.units.exponents)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A state saved by another method (or reduction) is no state: the first window finds the units anew."""
+        if self.units is not None and len(state.get("exponents", ())) == len(self.units.exponents):
+            self.units.exponents = list(state["exponents"])
+
+
+def shards_of(plan: BatchPlan, replicas: range) -> range:
+    """The shards that a process with these replicas runs, in the order in which it runs them: contiguous."""
+    steps = [shard for steps in plan.batch.micro_steps(replicas, 1) for shard in steps]
+    return range(steps[0], steps[-1] + 1) if steps else range(0)
