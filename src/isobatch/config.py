@@ -34,7 +34,7 @@ from isobatch import (
     scheduler,
 )
 from isobatch.batch_plan import resolve_batch
-from isobatch.checks import choice, positive
+from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 
 TABLES: dict[str, dict[str, Any]] = {
@@ -87,6 +87,22 @@ class BatchOptions:
 
 
 @dataclass(frozen=True)
+class SweepOptions:
+    """What concerns the jobs of a sweep together.
+
+    Args:
+        tolerance: every job has to train what the first one does: largest relative distance of weights and losses
+            (0: to the bit; null: do not ask). The sweep ends with exit code 1 when one does not.
+    """
+
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None:
+            within("sweep.tolerance", self.tolerance, 0, 1e6)
+
+
+@dataclass(frozen=True)
 class Settings:
     """The top-level keys that are no group."""
 
@@ -94,7 +110,8 @@ class Settings:
     seed: int = 0
     epochs: int | None = 20
     steps: int | None = None
-    batch: Any = None  # BatchOptions, built on its own: OmegaConf takes frozen dataclasses at the top level only
+    batch: Any = None  # BatchOptions and SweepOptions: built on their own, since OmegaConf cannot fill a frozen
+    sweep: Any = None  # dataclass inside another one
     max_grad_norm: float | None = None
     log_every: int = 10
     eval_every: int | None = None
@@ -159,10 +176,11 @@ def load(plain: Mapping[str, Any]) -> Config:
                               "install the package or put its folder on PYTHONPATH") from None  # fmt: skip
     scalars = {key: value for key, value in plain.items() if key not in TABLES}
     batch = typed(BatchOptions, scalars.pop("batch", {}), "batch.")
+    sweep = typed(SweepOptions, scalars.pop("sweep", {}), "sweep.")
     settings = typed(Settings, scalars, "")
     groups = {group: options(group, plain.get(group)) for group in TABLES}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
-    config = Config(**{**values, **groups, "batch": batch, "plain": dict(plain)})
+    config = Config(**{**values, **groups, "batch": batch, "sweep": sweep, "plain": dict(plain)})
     check_together(config)
     return config
 

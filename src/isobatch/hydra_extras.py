@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -140,6 +141,11 @@ def install(arguments: Sequence[str] = ()) -> None:
     Override.value = _value_of_choice  # type: ignore[method-assign]
     Plugins.instance().register(NumberSource)
     Plugins.instance().register(NumberPath)
+    # every sweep ends in a comparison; a class that Hydra is to call is named here, in code, never in a config file
+    ConfigStore.instance().store(
+        group="hydra/callbacks", name="isobatch",
+        node={"report": {"_target_": "isobatch.sweep_callback.SweepReport", "tolerance": "${sweep.tolerance}"}},
+    )  # fmt: skip
     # cached in the config, so that a job which a launcher plugin runs elsewhere finds the same folder
     OmegaConf.register_new_resolver("stamp", STAMP, replace=True, use_cache=True)
     asks = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--version"}

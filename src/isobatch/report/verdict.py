@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from isobatch.report.look import where_to_look
 from isobatch.report.read import Run
 from isobatch.report.text import show
 
@@ -37,7 +38,13 @@ def compare(runs: Sequence[Run], tolerance: float) -> list[Verdict]:
     tolerance: largest absolute difference allowed in any train/loss and in any weight; 0 asks for every bit. What
     cannot be compared fails: a run that did not complete, other steps, no weights, losses that end in NaN.
     """
-    return [_verdict(run, tolerance) for run in runs]
+    verdicts = [_verdict(run, tolerance) for run in runs]
+    return [v if v.passed else replace(v, reason=_with_hint(v.reason, runs[0], run)) for v, run in zip(verdicts, runs, strict=True)]
+
+
+def _with_hint(reason: str, first: Run, run: Run) -> str:
+    hint = where_to_look(first.folder, run.folder) if run.completed and run is not first else ""
+    return f"{reason}; {hint}" if hint else reason
 
 
 def _verdict(run: Run, tolerance: float) -> Verdict:
