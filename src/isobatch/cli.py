@@ -6,6 +6,7 @@ with 1 if one of them did not end well.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -18,16 +19,16 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from isobatch import hydra_extras, launch
-from isobatch.config import conf_folder
+from isobatch import hydra_extras, launch, resume_words
+from isobatch.config import conf_folder, resolved
 from isobatch.distributed import ranks_from_environment
 from isobatch.errors import ConfigError, Stopped
 
 # Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
-INPUT_PATHS = ("data.root", "resume")
+INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint")
 HYDRA_OPTIONS = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--info"}
 
 
@@ -51,6 +52,8 @@ def one_job(cfg: DictConfig) -> float | None:
     except launch.RankFailed as failure:
         tell(f"isobatch: {failure} (traceback in {run_dir / 'train.log'})" if sweep else failure.trace.rstrip())
         line, code = str(failure), failure.exit_code
+    finally:
+        close_log(run_dir)
     if sweep:
         raise JobNotDone(f"isobatch: job {job.job.num} did not end well: {line}")
     raise SystemExit(code)
@@ -63,19 +66,28 @@ def plain_config(cfg: DictConfig, cwd: Path) -> dict[str, Any]:
         ConfigError: a value that is missing, or refers to one that is not there.
     """
     try:
-        plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        plain = resolved(cfg)
     except OmegaConfBaseException as error:
         key = str(error.full_key)
         raise ConfigError(key, "???" if "Missing" in type(error).__name__ else "${...}", str(error).splitlines()[0],
                           f"set {key}=... on the command line") from None  # fmt: skip
     for dotted in INPUT_PATHS:
         *groups, key = dotted.split(".")
-        node = plain
+        node: Any = plain
         for group in groups:
             node = node.get(group) or {}
         if isinstance(node.get(key), str) and node[key]:
             node[key] = str((cwd / Path(node[key]).expanduser()).resolve())
-    return plain  # type: ignore[no-any-return]
+    return plain
+
+
+def close_log(run_dir: Path) -> None:
+    """Let go of the job's log file: what Hydra says between jobs belongs in none of them."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == run_dir:
+            root.removeHandler(handler)
+            handler.close()
 
 
 def tell(text: str) -> None:
@@ -94,6 +106,9 @@ def main() -> None:
         if not ranks_from_environment().is_main:
             launch.follow()
         check_words(sys.argv[1:])
+        sys.argv[1:], told = resume_words.expand(sys.argv[1:], Path.cwd())
+        for line in told:
+            tell(f"isobatch: {line}")
         if {"--help", "-h"} & set(sys.argv[1:]):
             print(hydra_extras.help_screen(conf_folder(), sys.argv[0]))
             sys.exit(0)

@@ -20,14 +20,11 @@ log = logging.getLogger("standin")
 
 def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
     """Do what STANDIN asks of this rank and job: fail<rank>, refuse, kill<rank>, hang<rank>, sleep, devices."""
-    import torch
-
     what, here = os.environ.get("STANDIN", ""), f"{ranks.rank}"
     if os.environ.get("STANDIN_AT", str(plain["accumulation"]["steps"])) != str(plain["accumulation"]["steps"]):
         what = ""  # meant for another job of the sweep
     summary: dict[str, Any] = {"state": "failed", "error": None, "steps": 0}
-    total = ranks.all_reduce(torch.ones(1)).item()
-    log.info("rank %d of %d, sum %g, in %s", ranks.rank, ranks.world_size, total, run_dir)
+    log.info("rank %d of %d in %s", ranks.rank, ranks.world_size, run_dir)
     log.warning("a warning of rank %d", ranks.rank)
     try:
         if what == f"fail{here}":

@@ -53,7 +53,11 @@ def run(plain: dict[str, Any], run_dir: Path) -> float | None:
 
 
 def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
-    ranks, options = ranks_from_environment(), configuration.load(plain).parallel
+    config = configuration.load(plain)
+    configuration.check_inputs(config)
+    if config.task != "plan":
+        config.logger.check()
+    ranks, options = ranks_from_environment(), config.parallel
     parallel = plain["parallel"]
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         options.check(ranks)

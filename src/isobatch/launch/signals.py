@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -25,12 +26,13 @@ class StopFlag:
     def __init__(self) -> None:
         self.requested = 0  # signal number, 0 = none
         self.since = 0.0
+        self._quiet, self._owner = False, 0
 
     @contextmanager
     def installed(self, *, from_terminal: bool = True, quiet: bool = False) -> Iterator[StopFlag]:
         """Handle SIGTERM, and SIGINT if `from_terminal`, inside the block. Needs the main thread, else does nothing."""
         self.requested, self.since = 0, 0.0
-        self._quiet = quiet
+        self._quiet, self._owner = quiet, os.getpid()
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -43,6 +45,10 @@ class StopFlag:
                 signal.signal(number, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # a data worker that was forked off: Ctrl-C is its parent's business
+            if signum == signal.SIGTERM:
+                os._exit(128 + signum)
+            return
         now = time.monotonic()
         if not self.requested:
             self.requested, self.since = signum, now

@@ -1,0 +1,151 @@
+"""The launcher with real processes, and a run_job that does what the test asks (standin.py)."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from launching import COMMAND, TORCHRUN, Started, left_over, run, summary
+
+TWO_RANKS = ["parallel=ddp", "parallel.nproc=2"]
+pytestmark = pytest.mark.timeout(150)
+
+
+def test_a_sweep_in_one_process_runs_every_job_and_tells_each_failure_once(tmp_path: Path) -> None:
+    ended = run([*COMMAND, "-m", "accumulation=1,0,3,x,1.5,6", "hydra.sweep.dir=sweep"], tmp_path,
+                STANDIN="fail0", STANDIN_AT="3")  # fmt: skip
+    jobs = [summary(tmp_path / "sweep" / str(n)) for n in range(6)]
+    assert ended.code == 1
+    assert [job["state"] for job in jobs] == ["completed", "failed", "failed", "failed", "failed", "completed"]
+    assert [job["steps"] for job in jobs] == [1, None, 0, None, None, 6]
+    for n, value in ((1, "0"), (3, "x"), (4, "1.5")):
+        line = f"accumulation.steps={value}: is not a positive integer; set accumulation=3 or accumulation=auto"
+        assert jobs[n]["error"] == line
+        assert f"isobatch: {line}" in (tmp_path / "sweep" / str(n) / "train.log").read_text()
+        assert ended.own_lines().count(f"isobatch: {line}") == 1
+    log = (tmp_path / "sweep/2/train.log").read_text()
+    assert log.count("Traceback") == 1
+    assert "asked to fail on rank 0" in log
+    assert ended.tracebacks() == 0
+    assert "accumulation=0" not in (tmp_path / "sweep/0/train.log").read_text()
+    assert left_over(tmp_path) == []
+
+
+def test_a_sweep_on_own_ranks_goes_on_after_one_rank_failed(tmp_path: Path) -> None:
+    typed_in = tmp_path / "typed_in"
+    typed_in.mkdir()
+    ended = run(
+        [*COMMAND, "-m", *TWO_RANKS, "accumulation=range(1,4)", "hydra.job.chdir=true", "+data.root=./photos"],
+        typed_in, STANDIN="fail1", STANDIN_AT="2",
+    )  # fmt: skip
+    (sweep,) = typed_in.glob("multirun/*/*")
+    jobs = [summary(sweep / str(n)) for n in range(3)]
+    assert ended.code == 1
+    assert [job["state"] for job in jobs] == ["completed", "failed", "completed"]
+    assert jobs[1]["error"] == "rank 1: RuntimeError: asked to fail on rank 1"
+    assert jobs[0]["data_root"] == str(typed_in / "photos")
+    assert jobs[0]["cwd"] == str(sweep / "0")
+    assert len({pid for job in (jobs[0], jobs[2]) for _, pid, _ in job["seen"]}) == 4
+    assert (sweep / "1/train.log").read_text().count("Traceback") == 1
+    assert "[rank 1] - a warning of rank 1" in (sweep / "0/train.log").read_text()
+    assert sorted(path.name for path in typed_in.iterdir()) == ["multirun"]
+    assert left_over(typed_in) == []
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    ended = run([*COMMAND, *TWO_RANKS, "hydra.run.dir=run"], tmp_path, STANDIN="kill1")
+    assert ended.code == 1
+    assert ended.own_lines() == ["isobatch: rank 1 was killed by SIGKILL (out of memory?)"]
+    assert summary(tmp_path / "run")["error"] == "rank 1 was killed by SIGKILL (out of memory?)"
+    assert left_over(tmp_path) == []
+
+
+def test_a_rank_that_waits_for_nothing_is_taken_down_with_the_one_that_failed(tmp_path: Path) -> None:
+    ended = run([*COMMAND, *TWO_RANKS, "hydra.run.dir=run"], tmp_path, STANDIN="hang1")
+    assert ended.code == 1
+    assert ended.tracebacks() == 1
+    assert ended.seconds < 60
+    assert summary(tmp_path / "run")["error"] == "rank 1: RuntimeError: rank 1 leaves"
+    assert left_over(tmp_path) == []
+
+
+def test_a_failure_shows_one_traceback_and_a_refusal_one_line(tmp_path: Path) -> None:
+    failed = run([*COMMAND, "hydra.run.dir=failed"], tmp_path, STANDIN="fail0")
+    assert (failed.code, failed.tracebacks()) == (1, 1)
+    refused = run([*COMMAND, "hydra.run.dir=refused"], tmp_path, STANDIN="refuse")
+    assert refused.code == 2
+    assert refused.err == "isobatch: model.arch=resnet5O: no such model; try resnet50\n"
+
+
+def test_own_ranks_stop_after_a_checkpoint_and_so_does_the_sweep(tmp_path: Path) -> None:
+    started = Started([*COMMAND, "-m", *TWO_RANKS, "accumulation=1,2", "hydra.sweep.dir=sweep"], tmp_path,
+                      STANDIN="sleep", STANDIN_SAVE_S="1.5")  # fmt: skip
+    started.wait_for(tmp_path / "sweep/0/ready0", tmp_path / "sweep/0/ready1")
+    started.press_ctrl_c()
+    ended = started.ended()
+    assert ended.code == 130
+    assert ended.tracebacks() == 0
+    assert (tmp_path / "sweep/0/saved").exists()
+    assert summary(tmp_path / "sweep/0")["state"] == "stopped"
+    assert not (tmp_path / "sweep/1").exists()
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize(("how", "code"), [("ctrl-c", 130), ("sigterm", 143)])
+def test_one_process_stops_after_a_checkpoint(tmp_path: Path, how: str, code: int) -> None:
+    started = Started([*COMMAND, "hydra.run.dir=run"], tmp_path, STANDIN="sleep")
+    started.wait_for(tmp_path / "run/ready0")
+    if how == "ctrl-c":
+        started.press_ctrl_c()
+    else:
+        started.process.terminate()
+    ended = started.ended()
+    assert ended.code == code
+    assert ended.tracebacks() == 0
+    assert summary(tmp_path / "run")["state"] == "stopped"
+
+
+@pytest.mark.parametrize("options", [[], TWO_RANKS], ids=["one process", "own ranks"])
+def test_sigkill_leaves_a_summary_and_no_process(tmp_path: Path, options: list[str]) -> None:
+    started = Started([*COMMAND, *options, "hydra.run.dir=run"], tmp_path, STANDIN="sleep")
+    started.wait_for(tmp_path / "run/ready0")
+    started.process.send_signal(signal.SIGKILL)
+    started.ended()
+    assert left_over(tmp_path) == []
+    assert summary(tmp_path / "run")["state"] == "failed"
+    assert "was killed" in summary(tmp_path / "run")["error"]
+
+
+def test_torchrun_sweeps_in_step_and_needs_no_fixed_port(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("", 29500))
+        taken.listen()
+        ended = run([*TORCHRUN, "-m", "parallel=ddp", "accumulation=1,2,3"], tmp_path, STANDIN="fail1", STANDIN_AT="2")
+    (sweep,) = tmp_path.glob("multirun/*/*")
+    jobs = [summary(sweep / str(n)) for n in range(3)]
+    assert ended.code == 1
+    assert [job["state"] for job in jobs] == ["completed", "failed", "completed"]
+    assert [len(job.get("seen", [])) for job in jobs] == [2, 0, 2]
+    assert jobs[1]["error"] == "rank 1: RuntimeError: asked to fail on rank 1"
+    assert left_over(tmp_path) == []
+
+
+def test_torchrun_stops_after_a_checkpoint(tmp_path: Path) -> None:
+    started = Started([*TORCHRUN, "parallel=ddp", "hydra.run.dir=run"], tmp_path, STANDIN="sleep")
+    started.wait_for(tmp_path / "run/ready0", tmp_path / "run/ready1")
+    started.process.terminate()
+    started.ended()
+    assert (tmp_path / "run/saved").exists()
+    assert summary(tmp_path / "run")["state"] == "stopped"
+    assert left_over(tmp_path) == []
+
+
+def test_torchrun_with_one_process_settings_is_refused_in_one_line(tmp_path: Path) -> None:
+    ended = run([*TORCHRUN, "parallel=single", "hydra.run.dir=run"], tmp_path)
+    assert ended.code == 1  # torchrun's own; rank 0's was 2
+    assert len(ended.own_lines()) == 1
+    assert "parallel.name=single: was started as 2 ranks" in ended.err
+    assert "exitcode  : 2" in ended.err

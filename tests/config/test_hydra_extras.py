@@ -1,0 +1,112 @@
+"""`accumulation=5`, run folders, and the help screen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from isobatch import config as configuration
+from isobatch import hydra_extras
+from isobatch.cli import check_words, plain_config
+from isobatch.errors import ConfigError
+
+
+def composed(*overrides: str) -> dict[str, object]:
+    with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
+        return configuration.resolved(compose("config", overrides=list(overrides)))
+
+
+@pytest.mark.parametrize(("choice", "steps"), [("5", 5), ("3", 3), ("17", 17), ("'2'", 2), ("auto", None)])
+def test_every_positive_integer_is_a_choice(choice: str, steps: int | None) -> None:
+    plain = composed(f"accumulation={choice}")
+    assert plain["accumulation"] == {"name": "accumulation", "steps": steps}
+    assert configuration.load(plain).accumulation.steps == steps
+
+
+@pytest.mark.parametrize("choice", ["0", "-1", "1.5", "x", "true"])
+def test_anything_else_composes_and_is_then_refused_so_that_a_sweep_can_go_on(choice: str) -> None:
+    plain = composed(f"accumulation={choice}")
+    with pytest.raises(ConfigError, match=rf"(?i)accumulation\.steps={choice}: is not a positive integer"):
+        configuration.load(plain)
+
+
+def test_sweeps_keep_their_plain_spelling() -> None:
+    parse = OverridesParser.create().parse_override
+    assert list(parse("accumulation=1,5,auto").sweep_string_iterator()) == ["1", "5", "auto"]
+    assert list(parse("accumulation=range(1,4)").sweep_string_iterator()) == ["1", "2", "3"]
+    assert parse("seed=5").value() == 5
+
+
+def test_two_launches_of_one_second_get_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        @staticmethod
+        def now() -> Clock:
+            return Clock()
+
+        def strftime(self, form: str) -> str:
+            return "2030-01-01/00-00-00"
+
+    monkeypatch.setattr(hydra_extras, "datetime", Clock)
+    stamps = [hydra_extras.Stamp(), hydra_extras.Stamp(), hydra_extras.Stamp()]
+    for stamp in stamps[:2]:
+        stamp.claiming = True
+    folder = tmp_path / "outputs"
+    names = [Path(stamp(str(folder))).relative_to(folder).as_posix() for stamp in stamps]
+    assert names == ["2030-01-01/00-00-00", "2030-01-01/00-00-00-2", "2030-01-01/00-00-00"]
+    assert stamps[0](str(folder)) == str(folder / names[0])
+    assert sorted(p.name for p in (folder / "2030-01-01").iterdir()) == ["00-00-00", "00-00-00-2"]
+
+
+def test_input_paths_are_those_of_the_folder_typed_in(tmp_path: Path) -> None:
+    with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
+        cfg = compose("config", overrides=["+data.root=./photos", "resume=../old"])
+    plain = plain_config(cfg, tmp_path / "here")
+    assert plain["data"]["root"] == str(tmp_path / "here/photos")
+    assert plain["resume"] == str(tmp_path / "old")
+
+
+def test_a_missing_value_is_refused_by_its_key() -> None:
+    with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
+        missing = compose("config", overrides=["+data.extra=???"])
+        dangling = compose("config", overrides=["+data.extra=${nowhere}"])
+    with pytest.raises(ConfigError, match=r"^data\.extra=\?\?\?: "):
+        plain_config(missing, Path())
+    with pytest.raises(ConfigError, match=r"^data\.extra="):
+        plain_config(dangling, Path())
+
+
+def test_dashes_are_refused_with_the_word_to_write() -> None:
+    check_words(["optimizer.lr=0.1", "--cfg=job", "-m", "--help"])
+    with pytest.raises(ConfigError, match=r"^--optimizer\.lr=0\.1: settings have no dashes; write optimizer\.lr=0\.1$"):
+        check_words(["--optimizer.lr=0.1"])
+
+
+def test_the_help_screen_lists_every_group_and_fits_one() -> None:
+    conf = configuration.conf_folder()
+    screen = hydra_extras.help_screen(conf)
+    for group in configuration.TABLES:
+        assert f"\n  {group} " in screen
+    assert "any positive integer" in screen
+    assert sum("train.py" in line for line in screen.splitlines()) >= 5
+    assert len(screen.splitlines()) <= 50
+    assert max(map(len, screen.splitlines())) <= 120
+    assert "\n    " + "isobatch".ljust(16) + "-m" in hydra_extras.help_screen(conf, "/somewhere/bin/isobatch")
+
+
+def test_composing_and_checking_imports_no_torch() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from pathlib import Path; from isobatch import cli, config, hydra_extras\n"
+        "from hydra import compose, initialize_config_dir\n"
+        "with initialize_config_dir(str(config.conf_folder()), version_base='1.3'): c = compose('config')\n"
+        "config.load(cli.plain_config(c, Path())); hydra_extras.help_screen(config.conf_folder())\n"
+        "heavy = {'torch', 'timm', 'torchvision', 'wandb', 'matplotlib', 'sklearn', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,72 @@
+"""What the launcher makes of an ending, and what it leaves in the run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from isobatch.errors import ConfigError, JobFailed, Stopped
+from isobatch.launch.outcome import BLANK, Folder, Outcome, RankFailed, cause
+
+
+def outcome_of(error: BaseException, rank: int = 0) -> Outcome:
+    try:
+        raise error
+    except type(error) as raised:
+        return Outcome.from_json(Outcome.of(raised, rank).to_json())
+
+
+def test_an_outcome_raises_on_the_other_side_what_it_was_made_of() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.arch=null: no such model; try resnet50$"):
+        outcome_of(ConfigError("model.arch", None, "no such model", "try resnet50")).raise_unless_done()
+    with pytest.raises(Stopped) as stopped:
+        outcome_of(Stopped(15)).raise_unless_done()
+    assert stopped.value.exit_code == 143
+    with pytest.raises(RankFailed) as failed:
+        outcome_of(ZeroDivisionError("one\nline"), rank=3).raise_unless_done()
+    assert str(failed.value) == "rank 3: ZeroDivisionError: one line"
+    assert failed.value.trace.count("Traceback") == 1
+    assert Outcome("done", 0.5).raise_unless_done() == 0.5
+
+
+def test_a_diagnosed_failure_needs_no_stack() -> None:
+    assert outcome_of(JobFailed("train/loss is nan")).trace == "isobatch: train/loss is nan"
+
+
+def test_the_earliest_failure_is_the_cause() -> None:
+    done, late = Outcome("done", 1.0), Outcome("failed", line="late", at=2.0)
+    early = Outcome("failed", line="early", at=1.0)
+    assert cause([done, late, early]).line == "early"
+    assert cause([done]) is done
+
+
+def written(folder: Path) -> dict[str, object]:
+    data: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return data
+
+
+def test_a_missing_summary_is_written_and_the_log_has_the_reason(tmp_path: Path) -> None:
+    Folder(tmp_path).settle(Outcome("failed", line="rank 1 was killed", trace="stack"))
+    assert written(tmp_path) == {**BLANK, "state": "failed", "error": "rank 1 was killed"}
+    assert (tmp_path / "train.log").read_text() == "stack\nisobatch: rank 1 was killed\n"
+
+
+def test_a_summary_of_this_run_is_kept_and_only_its_wrong_cause_corrected(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "failed", "steps": 7, "error": "connection closed"}))
+    folder.settle(Outcome("failed", line="mine", rank=0))
+    assert written(tmp_path)["error"] == "connection closed"
+    folder.settle(Outcome("failed", line="rank 1: cause", rank=1))
+    assert written(tmp_path) == {"state": "failed", "steps": 7, "error": "rank 1: cause"}
+
+
+def test_a_summary_of_an_earlier_run_does_not_hide_a_failure_but_survives_a_refusal(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "completed"}))
+    os.utime(tmp_path / "summary.json", ns=(1, 1))
+    Folder(tmp_path).settle(Outcome("refused", line="x=1: no; y"))
+    assert written(tmp_path) == {"state": "completed"}
+    Folder(tmp_path).settle(Outcome("failed", line="killed"))
+    assert written(tmp_path)["state"] == "failed"
