@@ -6,7 +6,7 @@ shard, so that it is the same on every hardware plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import choice, within
@@ -54,8 +54,8 @@ class Simple(NoAugment):
 
     name: str = "simple"
     crop: str = "auto"
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (0.75, 1.3333)
+    scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
+    ratio: list[float] = field(default_factory=lambda: [0.75, 1.3333])
     padding: int = 4
     flip: float = 0.5
     color_jitter: float = 0.0
@@ -74,9 +74,9 @@ class Simple(NoAugment):
         for key in ("padding", "color_jitter", "mixup", "cutmix"):
             within(f"augment.{key}", getattr(self, key), 0, 1000)
         for key in ("scale", "ratio"):
-            low, high = getattr(self, key)
-            if not 0 < low <= high or (key == "scale" and high > 1):
-                raise ConfigError(f"augment.{key}", [low, high], "is no range of positive numbers",
+            pair = getattr(self, key)
+            if len(pair) != 2 or not 0 < pair[0] <= pair[1] or (key == "scale" and pair[1] > 1):
+                raise ConfigError(f"augment.{key}", pair, "is no range of positive numbers",
                                   "set augment.scale=[0.08,1] or augment.ratio=[0.75,1.3333]")  # fmt: skip
 
     @property
@@ -95,8 +95,8 @@ class Simple(NoAugment):
         mean, std = data.normalization() if files else ((0.5,), (0.25,))
         crop = ("resized" if files else "pad") if self.crop == "auto" else self.crop
         return SampleTransform(
-            crop=crop, scale=self.scale, ratio=self.ratio, padding=self.padding, flip=self.flip,
-            color_jitter=self.color_jitter, policy=self.policy_name, erase=self.erase, mean=mean, std=std,
+            crop=crop, scale=(self.scale[0], self.scale[1]), ratio=(self.ratio[0], self.ratio[1]),
+            padding=self.padding, flip=self.flip, color_jitter=self.color_jitter, policy=self.policy_name, erase=self.erase, mean=mean, std=std,
             interpolation=getattr(data, "interpolation", "bilinear"), size=getattr(data, "image_size", None),
             value_range=getattr(data, "value_range", (0.0, 1.0)),
         )  # fmt: skip
@@ -114,26 +114,50 @@ class Simple(NoAugment):
 
 
 @dataclass(frozen=True)
-class Policy(Simple):
-    """A policy of timm after crop and flip.
+class RandAugment(Simple):
+    """RandAugment (Cubuk et al. 2019) by timm, after crop and flip.
 
     Args:
-        policy: timm's text: `rand-m9-mstd0.5-inc1` (RandAugment, Cubuk et al. 2019), `original`, `v0` (AutoAugment, Cubuk
-            et al. 2018), `3a` (3-Augment, Touvron et al. 2022), `augmix-m3-w3` (Hendrycks et al. 2019).
+        policy: timm's text: `rand-m9-mstd0.5-inc1` = magnitude 9, its deviation 0.5, increasing severity; n = operations.
     """
 
-    name: str = "policy"
+    name: str = "randaugment"
     policy: str = "rand-m9-mstd0.5-inc1"
+    kinds = ("rand",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kinds = ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a")
-        if self.policy.split("-")[0] not in kinds:
-            raise ConfigError("augment.policy", self.policy, "timm has no such policy", f"begin it with {', '.join(kinds)}")
+        if self.policy.split("-")[0] not in self.kinds:
+            raise ConfigError("augment.policy", self.policy, f"is no policy of {self.name}",
+                              f"begin it with {' or '.join(self.kinds)}")  # fmt: skip
 
     @property
     def policy_name(self) -> str:
         return self.policy
 
 
-TABLE: dict[str, Any] = {"none": NoAugment, "simple": Simple, "policy": Policy}
+@dataclass(frozen=True)
+class AutoAugment(RandAugment):
+    """AutoAugment (Cubuk et al. 2018) by timm: `original`, `v0` and their `r` forms; `3a` is 3-Augment (Touvron 2022)."""
+
+    name: str = "autoaugment"
+    policy: str = "original-mstd0.5"
+    kinds = ("original", "originalr", "v0", "v0r", "3a")
+
+
+@dataclass(frozen=True)
+class AugMix(RandAugment):
+    """AugMix (Hendrycks et al. 2019) by timm, without its consistency loss: m = magnitude, w = chains."""
+
+    name: str = "augmix"
+    policy: str = "augmix-m3-w3"
+    kinds = ("augmix",)
+
+
+TABLE: dict[str, Any] = {
+    "none": NoAugment,
+    "simple": Simple,
+    "randaugment": RandAugment,
+    "autoaugment": AutoAugment,
+    "augmix": AugMix,
+}

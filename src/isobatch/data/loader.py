@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from isobatch.data.samples import Failure, HostBatch, Samples
 from isobatch.errors import JobFailed
-from isobatch.randomness import isolated_generators
 
 if TYPE_CHECKING:
     from isobatch.data.device import ToDevice
@@ -85,9 +84,7 @@ class WorkerSource:
     def _read(self, requests: Iterator[Request]) -> Iterator[HostBatch | Failure]:
         if self.loader is None:
             for request in requests:
-                with isolated_generators():
-                    batch = self.samples.__getitems__((request.epoch, request.indices.tolist()))
-                yield batch
+                yield self.samples.isolated((request.epoch, request.indices.tolist()))
             return
         self.requests.current = requests
         try:

@@ -83,6 +83,7 @@ class Synthetic:
     signal: float = 0.5
     num_workers: int | None = None
     kind = "images"
+    value_range = (-4.0, 4.0)  # what a policy of group augment takes for black and white
 
     def __post_init__(self) -> None:
         check_workers(self.num_workers)

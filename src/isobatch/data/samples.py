@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isobatch.randomness import seed_sample
+from isobatch.randomness import isolated_generators, seed_sample
 
 if TYPE_CHECKING:
     from isobatch.data.base import Split
@@ -70,6 +70,11 @@ class Samples:
             what = "a batch" if index < 0 else self.split.describe(index % len(self))
             line = f"data: {what} could not be read: {type(error).__name__}: {' '.join(str(error).split())}"
             return Failure(line, traceback.format_exc())
+
+    def isolated(self, request: tuple[int, Sequence[int]]) -> HostBatch | Failure:
+        """The same in the training process, whose generators stay as they are."""
+        with isolated_generators():
+            return self.__getitems__(request)
 
     def _sample(self, epoch: int, index: int, replaced: list[str]) -> tuple[Any, Any]:
         n = len(self)

@@ -1,0 +1,181 @@
+"""Options for plain functions and classes that users register: `name`, `kwargs`, and what the group cannot do without."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from isobatch.checks import choice
+from isobatch.data.base import DataInfo, Reading, Split, Splits
+from isobatch.errors import ConfigError
+from isobatch.model import BATCH_NORM
+from isobatch.sampler import TAILS
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def called(group: str, options: Any, *args: Any) -> Any:
+    """The registered function's result for these options.
+
+    Raises:
+        ConfigError: it does not take these kwargs. What it raises itself passes.
+    """
+    try:
+        inspect.signature(options.factory).bind(*args, **options.kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{group}.kwargs", options.kwargs, f"{options.name} cannot be called with them ({error})",
+                          f"set {group}.kwargs to what {options.name} takes") from None  # fmt: skip
+    return options.factory(*args, **options.kwargs)
+
+
+@dataclass(frozen=True)
+class CustomModel:
+    """`f(num_classes, in_chans, **kwargs) -> nn.Module`."""
+
+    name: str = ""
+    batch_norm: str = "shard"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    factory: ClassVar[Callable[..., Any]]
+
+    def __post_init__(self) -> None:
+        choice("model.batch_norm", self.batch_norm, BATCH_NORM)
+
+    def build(self, info: DataInfo) -> nn.Module:
+        model: nn.Module = called("model", self, info.num_classes, info.in_chans)
+        return model
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """`f(**kwargs)` -> criterion `(output, target) -> scalar`, a mean over the samples."""
+
+    name: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    factory: ClassVar[Callable[..., Any]]
+    averages = True
+
+    def build(self) -> Any:
+        return called("loss", self)
+
+
+@dataclass(frozen=True)
+class CustomSampler:
+    """`f(epoch, n, seed, **kwargs)` -> the order of one epoch, n indices below n."""
+
+    name: str = ""
+    tail: str = "keep"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    factory: ClassVar[Callable[..., Any]]
+
+    def __post_init__(self) -> None:
+        choice("sampler.tail", self.tail, TAILS)
+
+    def order_size(self, n: int) -> int:
+        return n
+
+    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+        import torch
+
+        order = torch.as_tensor(called("sampler", self, epoch, n, seed), dtype=torch.int64)
+        if order.shape != (n,) or n and not 0 <= int(order.min()) <= int(order.max()) < n:
+            raise ConfigError("sampler.name", self.name, f"gave an order of shape {tuple(order.shape)} for {n} samples",
+                              f"return {n} indices from 0 to {n - 1}")  # fmt: skip
+        return order
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomData(Reading):
+    """`f(split, **kwargs)` -> map-style dataset of (input, target); split is "train" or "eval".
+
+    Inputs are tensors, arrays or PIL images; images in uint8 are normalised on the device. It may have `classes` (names) or
+    `num_classes`, `targets` (all labels) and `describe(i)` (a name for error messages).
+
+    Args:
+        num_classes: null = what the dataset says, else the highest of its `targets` + 1, else 0 (no classes).
+        mean, std: per channel, of pixels in 0 .. 1; null = uint8 images are only scaled to 0 .. 1.
+    """
+
+    name: str = ""
+    num_classes: int | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    factory: ClassVar[Callable[..., Any]]
+    kind = "images"
+
+    def load(self, augment: Any, seed: int) -> Splits:
+        from isobatch.randomness import isolated_generators, seed_everything, seed_of
+
+        with isolated_generators():  # a dataset that is drawn at random is the same on every rank
+            seed_everything(seed_of("data", seed, 0))
+            train = called("data", self, "train")
+            seed_everything(seed_of("data", seed, 1))
+            evaluation = called("data", self, "eval")
+        for which, dataset in (("train", train), ("eval", evaluation)):
+            if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+                problem = "is empty" if hasattr(dataset, "__len__") else "has no len() or [i]"
+                raise ConfigError("data.name", self.name, f"its {which} split {problem}", "return a map-style dataset")
+        if augment is not None:
+            train = Augmented(train, augment)
+        info = self._info(train)
+        return Splits(Split(train, targets=labels_of(train), info=info),
+                      Split(evaluation, targets=labels_of(evaluation), info=info), info)  # fmt: skip
+
+    def _info(self, dataset: Any) -> DataInfo:
+        import torch
+
+        from isobatch.data.samples import Failure, Samples
+
+        first = Samples(Split(dataset), 0).isolated((0, [0]))
+        if isinstance(first, Failure):
+            raise ConfigError("data.name", self.name, first.line, "repair the dataset")
+        classes = tuple(str(c) for c in getattr(dataset, "classes", ()))
+        count = self.num_classes
+        if count is None:
+            count = getattr(dataset, "num_classes", None) or len(classes)
+        if not count and hasattr(dataset, "targets") and not torch.is_floating_point(torch.as_tensor(dataset.targets)):
+            count = int(torch.as_tensor(dataset.targets).max()) + 1
+        shape = tuple(first.inputs.shape[1:])
+        if not shape:
+            raise ConfigError("data.name", self.name, "its inputs are single numbers", "give them one dimension, (1,)")
+        return DataInfo(self.name, shape, count or 0, tuple(self.mean or ()), tuple(self.std or ()), classes)
+
+
+class Augmented:
+    """A user's dataset of images with `augment` applied to its inputs."""
+
+    def __init__(self, dataset: Any, transform: Any):
+        self.dataset, self.transform = dataset, transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:  # classes, targets, describe
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        from isobatch.data.pixels import as_pixels
+
+        image, target = self.dataset[index]
+        return self.transform(as_pixels(image)), target
+
+
+def labels_of(dataset: Any) -> Callable[[], Tensor] | None:
+    """All class labels from `dataset.targets`, when there are such."""
+    if not hasattr(dataset, "targets"):
+        return None
+
+    def labels() -> Tensor:
+        import torch
+
+        return torch.as_tensor(dataset.targets)
+
+    return labels
+
+
+BASES: dict[str, type] = {"model": CustomModel, "data": CustomData, "loss": CustomLoss, "sampler": CustomSampler}
