@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from isobatch.checks import within
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -39,14 +38,14 @@ class Ema:
         within("ema.decay", self.decay, 0, 1)
 
     def build(self, model: nn.Module) -> Any:
+        import torch
         from timm.utils import ModelEmaV3
 
-        device: torch.device | None = None
-        if self.device is not None:
-            import torch
-
-            device = torch.device(self.device)
-        return ModelEmaV3(model, decay=self.decay, use_warmup=self.warmup, device=device, exclude_buffers=True)
+        device = None if self.device is None else torch.device(self.device)
+        # in half (O3) an average with decay 0.999 would stand still: a thousandth is below the resolution
+        half = any(p.dtype.itemsize == 2 for p in model.parameters())
+        return ModelEmaV3(model, decay=self.decay, use_warmup=self.warmup, device=device, exclude_buffers=True,
+                          dtype=torch.float32 if half else None)  # fmt: skip
 
 
 TABLE: dict[str, Any] = {"none": NoEma, "ema": Ema}

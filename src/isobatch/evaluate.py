@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isobatch.data import Split
 from isobatch.data.feed import Request, Source
 from isobatch.distributed import Ranks
+from isobatch.precision.masters import to_fp32
 
 
 @dataclass
@@ -68,9 +69,9 @@ class Evaluator:
         slots = torch.zeros(self.batches(), 4, dtype=torch.float64, device=self.device)
         mine = range(self.ranks.rank, self.batches(), self.ranks.world_size)
         for i, (inputs, targets) in zip(mine, self.source.batches(self.requests()), strict=True):
-            with self.precision.autocast(self.device):
-                output = model(inputs)
-                loss = self.criterion(output, targets)
+            with self.precision.evaluation(self.device):
+                output = to_fp32(model(inputs))
+            loss = self.criterion(output, targets)
             n = len(targets)
             slots[i, 0] = loss.double() * n if self.averages else loss.double()
             slots[i, 1] = n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,11 @@ from isobatch.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+log = logging.getLogger(__name__)
+
+HALF_EPS = 1e-4  # fp16's smallest number is 6e-8, and the square of a gradient below 2e-4 is 0: eps is all that is left
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Timm:
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError("optimizer.opt", self.opt, f"timm could not build it ({error})",
                               "check optimizer.kwargs") from None  # fmt: skip
+        protect_eps(optimizer)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] = group["lr"] * group.get("lr_scale", 1.0)
         return optimizer
@@ -78,6 +85,18 @@ class Timm:
         if self.fused is None:
             return self.opt.lower() in fused_in_torch
         return self.fused
+
+
+def protect_eps(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `eps` of groups with fp16 weights to 1e-4: their state is fp16 too, and 1e-8 is 0 there. Says so once."""
+    import torch
+
+    raised = None
+    for group in optimizer.param_groups:
+        if group.get("eps", HALF_EPS) < HALF_EPS and any(p.dtype == torch.float16 for p in group["params"]):
+            raised, group["eps"] = group["eps"], HALF_EPS
+    if raised is not None:
+        log.info("optimizer eps raised from %g to %g: the weights it updates are fp16 (precision=O3)", raised, HALF_EPS)
 
 
 TABLE: dict[str, Any] = {"timm": Timm}

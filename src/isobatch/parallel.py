@@ -15,7 +15,7 @@ from isobatch.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from isobatch.data.feed import MicroBatch
     from isobatch.distributed import Ranks
@@ -54,8 +54,15 @@ class Single:
         """Devices that one micro step of this process uses at once, a shard on each."""
         return [device]
 
-    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
-        """The module that the forward goes through, so that after a window's last backward gradients are summed."""
+    def wraps_late(self, ranks: Ranks) -> bool:
+        """Whether `wrap` wants to see the first shard of this rank."""
+        return False
+
+    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
+        """The module that the forward goes through, so that after a window's last backward gradients are summed.
+
+        `first`: inputs of this rank's first shard, where `wraps_late` and where there is one. A collective.
+        """
         return model
 
     def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
@@ -112,7 +119,7 @@ class DataParallel(Single):
             return [device]
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
-    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
+    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
         from isobatch.wrappers import ShardedDataParallel
 
         devices = self.lane_devices(device)
@@ -138,9 +145,13 @@ class DistributedDataParallel(Single):
             torchrun's).
         devices: CUDA ordinals; rank r takes the r-th. Made the only visible ones before CUDA starts.
         backend: null = nccl on CUDA, else gloo.
-        find_unused_parameters: auto | true | false; auto looks at the first shard.
+        find_unused_parameters: auto | true | false; auto looks at the first shard of every rank and says what it chose.
         timeout_s: seconds that a collective may take.
         bucket_mb: size of DDP's gradient buckets in MB.
+        reduce_dtype: gradients are added over the ranks in this dtype (null: in their own). float32 for half gradients
+            is apex's `allreduce_always_fp32`; bfloat16 halves the traffic of fp32 gradients.
+        gradient_predivide: divide by this before the sum over ranks and by ranks / this after it (apex's
+            `gradient_predivide_factor`), for half sums of many ranks; null: everything before.
     """
 
     name: str = "ddp"
@@ -150,6 +161,8 @@ class DistributedDataParallel(Single):
     find_unused_parameters: Any = "auto"
     timeout_s: float = 600.0
     bucket_mb: float = 25.0
+    reduce_dtype: str | None = None
+    gradient_predivide: float | None = None
 
     def __post_init__(self) -> None:
         check_devices(self.devices)
@@ -157,6 +170,9 @@ class DistributedDataParallel(Single):
         choice("parallel.find_unused_parameters", self.find_unused_parameters, ("auto", True, False))
         positive("parallel.timeout_s", self.timeout_s)
         positive("parallel.bucket_mb", self.bucket_mb)
+        choice("parallel.reduce_dtype", self.reduce_dtype, (None, "float32", "bfloat16", "float16"))
+        if self.gradient_predivide is not None:
+            positive("parallel.gradient_predivide", self.gradient_predivide)
         if self.nproc is not None:
             positive("parallel.nproc", self.nproc)
             if self.devices is not None and len(self.devices) != self.nproc:
@@ -184,14 +200,19 @@ class DistributedDataParallel(Single):
     def local_replicas(self, ranks: Ranks, device: torch.device) -> range:
         return range(ranks.rank, ranks.rank + 1)
 
-    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
+    def wraps_late(self, ranks: Ranks) -> bool:
+        return ranks.world_size > 1 and self.find_unused_parameters == "auto"
+
+    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
         from isobatch.wrappers import distributed_data_parallel
 
         if ranks.world_size == 1:
             return model
-        return distributed_data_parallel(model, device, self)
+        return distributed_data_parallel(model, ranks, device, self, first)
 
     def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
+        if hasattr(wrapped, "no_sync"):
+            wrapped.module.ends_window = micro.is_last and not micro.is_first  # type: ignore[union-attr]
         no_sync = getattr(wrapped, "no_sync", nullcontext)  # one rank: the model itself, nothing to hold back
         return nullcontext() if micro.is_last else no_sync()
 

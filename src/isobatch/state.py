@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from isobatch.precision.scaling import LossScaler
+
 
 @dataclass
 class TrainState:
@@ -24,7 +26,7 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    scaler: LossScaler
     ema: Any = None
     reducer: Any = None
     step: int = 0
@@ -58,8 +60,7 @@ class TrainState:
         """Strict. A missing scaler state or EMA (saved under another precision or without EMA) starts afresh."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler.is_enabled() and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+        self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"] or state["model"])
         if self.reducer is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobatch.batch_norm import ShardStatistics
 from isobatch.data.feed import WindowData
-from isobatch.precision import WorkingCopy
+from isobatch.precision.masters import WorkingCopy, to_fp32
 from isobatch.randomness import ShardSeeder
 from isobatch.state import TrainState
 
@@ -41,11 +41,12 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
             statistics.enter()
             with reducer.shard(micro):
                 with parts.precision.autocast(parts.device):
-                    loss = parts.criterion(reducer.module(micro.inputs), micro.targets) * micro.weight
-                statistics.leave(micro, reducer)  # before backward: activation checkpointing runs the forward again in there
+                    output = reducer.module(micro.inputs)
+                loss = parts.criterion(to_fp32(output), micro.targets) * micro.weight
+                statistics.leave(micro, reducer)  # before backward: checkpointing runs the forward again in there
                 reducer.record(micro, loss)
                 if micro.is_first:
-                    optimizer.zero_grad()  # as late as this, so that gradients and activations never coexist idly
+                    parts.working.zero_grad(optimizer)  # this late: gradients and activations never coexist idly
                 scaler.scale(loss * reducer.loss_factor).backward()
         if reducer.finish():  # now every rank holds the mean gradient over exactly the window's samples
             break
@@ -56,12 +57,8 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
     norm = None
     if want_norm or parts.max_grad_norm is not None or parts.skip_nonfinite:
         norm = torch.nn.utils.clip_grad_norm_(state.parameters, parts.max_grad_norm or float("inf"))
-    applied = not (parts.skip_nonfinite and not torch.isfinite(norm).item())  # type: ignore[arg-type]
-    if applied:
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        applied = scaler.get_scale() >= scale  # the scaler backs off exactly when it withheld the update
+    withhold = parts.skip_nonfinite and not torch.isfinite(norm).item()  # type: ignore[arg-type]
+    applied = scaler.step(optimizer, withhold)  # all ranks alike: they hold the same gradients
     if applied:
         parts.working.push_weights()
         statistics.commit(reducer)

@@ -1,0 +1,76 @@
+"""Several views of a sample, for losses that ask for the same answer on all of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from timm.loss import JsdCrossEntropy
+from torch import Tensor
+from torch.nn import functional
+
+from isobatch.randomness import seed_of
+
+
+class Viewed(NamedTuple):
+    """Targets of a micro batch whose inputs hold all views of a shard, view by view, then the next shard.
+
+    `labels` (N,) or (N, C) of the samples; `sizes` of the shards, their sum is N.
+    """
+
+    labels: Tensor
+    sizes: tuple[int, ...]
+
+
+class Views:
+    """`prepare` of a Feed: (N, ...) inputs become (num_splits * N, ...)."""
+
+    def __init__(self, transform: Any, num_splits: int, noise: float, shift: float, seed: int):
+        self.transform, self.num_splits, self.noise, self.shift, self.seed = transform, num_splits, noise, shift, seed
+
+    def __call__(self, inputs: Tensor, targets: Tensor, step: int, shards: tuple[int, ...],
+                 sizes: tuple[int, ...]) -> tuple[Tensor, Viewed]:  # fmt: skip
+        if self.transform is not None:
+            inputs, targets = self.transform(inputs, targets, step, shards, sizes)
+        parts: list[Tensor] = []
+        for shard, part in zip(shards, torch.split(inputs, list(sizes)), strict=True):
+            # drawn on the CPU and moved: the same numbers on every kind of device
+            generator = torch.Generator().manual_seed(seed_of("views", self.seed, step, shard))
+            parts += [part, *(self._view(part, generator) for _ in range(self.num_splits - 1))]
+        return torch.cat(parts), Viewed(targets, sizes)
+
+    def _view(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(images.shape, generator=generator).to(images.device, non_blocking=True)
+        if images.ndim == 4:
+            images = self._moved(images, generator)
+        return images + self.noise * noise
+
+    def _moved(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Each image (N, C, H, W) moved by its own whole number of pixels, edges filled with 0."""
+        n, _, height, width = images.shape
+        most = round(self.shift * height), round(self.shift * width)
+        padded = functional.pad(images, (most[1], most[1], most[0], most[0]))
+        top, left = (torch.randint(0, 2 * m + 1, (n, 1), generator=generator).to(images.device) for m in most)
+        rows = (top + torch.arange(height, device=images.device))[:, None, :, None]
+        columns = (left + torch.arange(width, device=images.device))[:, None, None, :]
+        samples = torch.arange(n, device=images.device)[:, None, None, None]
+        channels = torch.arange(images.shape[1], device=images.device)[None, :, None, None]
+        return padded[samples, channels, rows, columns]
+
+
+class Agreement:
+    """The criterion: timm's JsdCrossEntropy on views (training), cross entropy elsewhere (evaluation)."""
+
+    def __init__(self, num_splits: int, alpha: float, smoothing: float):
+        self.views: Any = JsdCrossEntropy(num_splits, alpha, 0.0)
+        # timm's own takes class indices only; this one also takes the probabilities that mixup makes
+        self.plain = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
+        self.views.cross_entropy_loss = self.plain
+        self.num_splits = num_splits
+
+    def __call__(self, output: Tensor, targets: Tensor | Viewed) -> Tensor:
+        if not isinstance(targets, Viewed):
+            return self.plain(output, targets)  # type: ignore[no-any-return]
+        shards = torch.split(output, [self.num_splits * size for size in targets.sizes])
+        views = torch.cat([shard.unflatten(0, (self.num_splits, -1)) for shard in shards], dim=1)
+        return self.views(views.flatten(0, 1), targets.labels)  # type: ignore[no-any-return]
