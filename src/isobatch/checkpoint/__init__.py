@@ -1,0 +1,118 @@
+"""Group `checkpoint`: complete or absent, plain data, loadable in torch's safe mode.
+
+Why not torch.distributed.checkpoint: its reader unpickles the folder's `.metadata`, which runs whatever a hostile
+folder says. The state is replicated over ranks, so one rank writes one file and any number of ranks can read it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.checkpoint.reading import Saved, load, read
+from isobatch.checkpoint.saving import Checkpointer
+from isobatch.checks import choice, positive
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from isobatch.distributed import Ranks
+
+__all__ = ["TABLE", "Checkpoint", "Checkpointer", "NoCheckpoint", "Saved", "load", "read"]
+
+# What is better is stated, never guessed from a name; these are the evaluation's own metrics.
+KNOWN = {"eval/loss": "min", "eval/accuracy": "max", "eval/accuracy_top5": "max"}
+
+
+@dataclass(frozen=True)
+class NoCheckpoint:
+    """Save nothing (for speed measurements).
+
+    Args:
+        resume: `auto` goes on from the run folder's own checkpoints, where there are some (a restart, a sweep run
+            again); `never` starts over and puts them aside.
+        load: which checkpoint `resume=RUN` means: last, best or step-N.
+    """
+
+    name: str = "none"
+    resume: str = "auto"
+    load: str = "last"
+
+    def __post_init__(self) -> None:
+        choice("checkpoint.resume", self.resume, ("auto", "never"))
+        if not re.fullmatch(r"last|best|step-[0-9]{1,15}", self.load):
+            raise ConfigError("checkpoint.load", self.load, "is no checkpoint's name", "choose last, best or step-N")
+
+    def build(self, run_dir: Path, ranks: Ranks, about: dict[str, Any]) -> Checkpointer:
+        return Checkpointer(Checkpoint(), run_dir, ranks, about, enabled=False)
+
+
+@dataclass(frozen=True)
+class Checkpoint(NoCheckpoint):
+    """Save while training, at its end and on a stop.
+
+    Args:
+        every: steps between checkpoints (null: by time, at the best evaluation, at the end and on a stop).
+        every_minutes: minutes between checkpoints, by the main rank's clock (null: not by time).
+        keep: numbered checkpoints `step-N` that are kept. The newest shares its files with `last`, so the second one is
+            what is left when those are damaged.
+        best: the metric that `best` follows; `auto` = eval/accuracy, eval/loss for data without classes; null = none.
+        mode: `max` or `min` is better; `auto` for the metrics that evaluation knows.
+    """
+
+    name: str = "checkpoint"
+    every: int | None = None
+    every_minutes: float | None = 15.0
+    keep: int = 2
+    best: str | None = "auto"
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("every", "every_minutes"):
+            if getattr(self, key) is not None:
+                positive(f"checkpoint.{key}", getattr(self, key))
+        positive("checkpoint.keep", self.keep)
+        choice("checkpoint.mode", self.mode, ("auto", "max", "min"))
+        named = self.best not in (None, "auto")
+        if named and self.mode == "auto" and self.best not in KNOWN:
+            raise ConfigError("checkpoint.mode", self.mode, f"whether more or less {self.best} is better is not known",
+                              "set checkpoint.mode=max or checkpoint.mode=min")  # fmt: skip
+        if not named and self.mode != "auto":
+            raise ConfigError("checkpoint.mode", self.mode, f"checkpoint.best={self.best} names no metric",
+                              "set checkpoint.best=eval/accuracy, or checkpoint.mode=auto")  # fmt: skip
+
+    def build(self, run_dir: Path, ranks: Ranks, about: dict[str, Any]) -> Checkpointer:
+        return Checkpointer(self, run_dir, ranks, about)
+
+    def direction(self, metric: str) -> str | None:
+        """`max` or `min` is better for `metric`; None = not known, so it is not tracked."""
+        return self.mode if metric == self.best and self.mode != "auto" else KNOWN.get(metric)
+
+    def followed(self, result: dict[str, float]) -> str | None:
+        """The metric of an evaluation's result that `best` follows."""
+        if self.best == "auto":
+            return "eval/accuracy" if "eval/accuracy" in result else "eval/loss"
+        return self.best
+
+    def improved(self, best: dict[str, dict[str, float]], result: dict[str, float], step: int) -> list[str]:
+        """Enter what is better than ever into `best` (metric -> value and step); returns those metrics.
+
+        NaN is never better, and an evaluation whose loss is not finite counts for no metric: a model of NaNs still gets
+        some samples right.
+        """
+        found = []
+        for metric, value in result.items():
+            direction = self.direction(metric)
+            if direction is None or not (math.isfinite(value) and math.isfinite(result.get("eval/loss", 0.0))):
+                continue
+            sign = 1 if direction == "max" else -1
+            if metric not in best or sign * value > sign * best[metric]["value"]:
+                best[metric] = {"value": value, "step": step}
+                found.append(metric)
+        return found
+
+
+TABLE: dict[str, Any] = {"checkpoint": Checkpoint, "none": NoCheckpoint}

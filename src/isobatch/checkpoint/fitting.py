@@ -1,0 +1,124 @@
+"""A saved state made to fit the model, optimizer and scaler that are there, or named as unfit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from isobatch.checkpoint.folder import Damaged
+
+if TYPE_CHECKING:
+    from isobatch.precision.scaling import LossScaler
+    from isobatch.state import TrainState
+
+PREFIXES = ("module.", "_orig_mod.")
+# per-parameter state that has its parameter's shape in every optimizer that has it
+LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
+                  "sum", "exp_avg_diff", "exp_inf", "exp_avg_max"}  # fmt: skip
+GROUP_STATE = {"step", "lookahead_step"}  # counted per group by some of timm's optimizers; the rest are settings
+
+
+def strip_prefixes(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Names without what DataParallel, DDP and torch.compile put before them, in any nesting."""
+    found = {}
+    for name, tensor in weights.items():
+        while isinstance(name, str) and name.startswith(PREFIXES):
+            name = name[len(next(p for p in PREFIXES if name.startswith(p))) :]
+        found[name] = tensor
+    return found
+
+
+def fitted(state: TrainState, saved: dict[str, Any], notes: list[str], for_training: bool) -> dict[str, Any]:
+    """`saved` as TrainState.load_state_dict takes it.
+
+    Options of optimizer and scaler are those of the present config; only what training has changed is taken over.
+    What the saved run did not have (a scaler, an EMA) is told in `notes`.
+
+    Raises:
+        Damaged: names, shapes or types do not fit.
+    """
+    model = fitted_weights(saved["model"], state.model.state_dict(), "model")
+    ema = None
+    if state.ema is not None:
+        if saved["ema"]:
+            ema = fitted_weights(saved["ema"], state.ema.module.state_dict(), "EMA")
+        else:
+            notes.append("the checkpoint has no EMA: the average starts from its weights")
+    elif saved["ema"]:
+        notes.append("the checkpoint's EMA is left out: ema=none")
+    optimizer = fitted_optimizer(saved["optimizer"], state.optimizer) if for_training else state.optimizer.state_dict()
+    reducer = saved["reducer"] if for_training or state.reducer is None else state.reducer.state_dict()
+    return {**saved, "model": model, "ema": ema, "optimizer": optimizer, "reducer": reducer,
+            "scaler": fitted_scaler(saved["scaler"], state.scaler, notes)}  # fmt: skip
+
+
+def fitted_weights(saved: Mapping[str, Any], current: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    weights = strip_prefixes(saved)
+    if not weights.keys() & current.keys():
+        raise Damaged(f"none of its {len(weights)} {what} weights has a name of this model")
+    missing, extra = current.keys() - weights.keys(), weights.keys() - current.keys()
+    if missing or extra:
+        listed = ", ".join(sorted(map(str, missing or extra))[:3])
+        raise Damaged(f"its {what} weights {'lack' if missing else 'also have'} {listed}"[:160])
+    for name, tensor in current.items():
+        found = weights[name]
+        if not isinstance(found, Tensor) or found.shape != tensor.shape:
+            raise Damaged(f"{what} weight {name} is {_form(found)}, and here {_form(tensor)}")
+        if found.is_floating_point() != tensor.is_floating_point() or found.is_complex():
+            raise Damaged(f"{what} weight {name} has dtype {found.dtype}, and here {tensor.dtype}")
+    return weights
+
+
+def fitted_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    current = optimizer.state_dict()
+    groups, entries = saved.get("param_groups"), saved.get("state")
+    if not isinstance(groups, list) or not isinstance(entries, dict) or not all(isinstance(g, dict) for g in groups):
+        raise Damaged("its optimizer state is none")
+    if [g.get("params") for g in groups] != [g["params"] for g in current["param_groups"]]:
+        raise Damaged("its optimizer has other parameter groups")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    order = [i for group in current["param_groups"] for i in group["params"]]
+    shapes = {i: p.shape for i, p in zip(order, parameters, strict=True)}
+    for number, entry in entries.items():
+        if number not in shapes or not isinstance(entry, dict):
+            raise Damaged(f"its optimizer state {str(number)[:20]} belongs to no parameter")
+        for name, value in entry.items():
+            _check_entry(f"{number}.{name}"[:40], str(name), value, shapes[number])
+    merged = []
+    for group, now in zip(groups, current["param_groups"], strict=True):
+        counted = {k: v for k, v in group.items() if k in GROUP_STATE and (k in now or type(v) in (int, Tensor))}
+        merged.append({**now, **counted})
+    return {"state": entries, "param_groups": merged}
+
+
+def _check_entry(where: str, name: str, value: Any, shape: torch.Size) -> None:
+    if name == "step":
+        single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+        if not (single or type(value) in (int, float)) or not 0 <= float(value) < 2**53:
+            raise Damaged(f"its optimizer state {where} is no count")
+    elif name in LIKE_PARAMETER and value is not None:
+        if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
+            raise Damaged(f"its optimizer state {where} is {_form(value)}, its parameter {list(shape)}")
+    elif isinstance(value, str):
+        raise Damaged(f"its optimizer state {where} is text")
+
+
+def fitted_scaler(saved: Mapping[str, Any], scaler: LossScaler, notes: list[str]) -> dict[str, Any]:
+    if not scaler.is_enabled():
+        if saved:
+            notes.append("the checkpoint's loss scale is left out: this precision has none")
+        return {}
+    if not saved:
+        notes.append(f"the checkpoint has no loss scale: it starts at {scaler.get_scale():g}")
+        return {}
+    scale, tracker = saved.get("scale"), saved.get("_growth_tracker")
+    if type(scale) not in (int, float) or not 0 < scale < float("inf") or type(tracker) is not int or tracker < 0:  # type: ignore
+        raise Damaged("its loss scale is none")
+    return {"scale": float(scale), "_growth_tracker": tracker}  # type: ignore[arg-type]
+
+
+def _form(value: Any) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,170 @@
+"""From a folder that anybody may have written to plain, checked data. Nothing in it is ever run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobatch.checkpoint.folder import MANIFEST, NAME, STATE, Damaged, names, verify
+from isobatch.errors import ConfigError
+
+log = logging.getLogger("isobatch")
+
+SECTIONS = {"model": dict, "optimizer": dict, "scaler": dict, "reducer": dict, "counters": dict,
+            "config": dict, "plan": dict, "identity": dict}  # fmt: skip
+COUNTERS = ("step", "update", "skipped_steps", "samples")
+MAX_DEPTH = 32
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole.
+
+    `state` is plain data on the CPU: that of TrainState.state_dict, and the run's `config`, `plan` and `identity`.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    @property
+    def run(self) -> Path:
+        """The run folder it belongs to."""
+        return self.path.parent.parent
+
+
+def load(run: str | Path, which: str = "last") -> dict[str, Any]:
+    """The saved state of a run folder, as plain data on the CPU. See `read`."""
+    return read(Path(run), which).state
+
+
+def read(run: Path, which: str = "last") -> Saved:
+    """A checkpoint of a run folder; `run` may also be the folder of one checkpoint.
+
+    `last` means the newest whole one: a damaged one is named in a warning, and the one before it is used.
+
+    Raises:
+        ConfigError: no such run, no (whole) checkpoint in it, or contents that are not a training state.
+    """
+    if (run / MANIFEST).is_file():
+        run, which = run.absolute().parent.parent, run.name
+    folder = run / "checkpoints"
+    there = [name for name in names(folder) if which in ("last", name)]
+    if not there:
+        others = f"; there are {', '.join(names(folder))}" if names(folder) else ""
+        raise ConfigError("resume", run, f"holds no checkpoint {which if others else ''}".rstrip() + others,
+                          "set resume to a run folder with checkpoints, checkpoint.load to one of them")  # fmt: skip
+    damaged: list[Path] = []
+    for name in there:
+        path = folder / name
+        if any(_same_files(path, other) for other in damaged):
+            continue
+        try:
+            return _open(path)
+        except Damaged as problem:
+            damaged.append(path)
+            if which == "last":
+                log.warning("checkpoint %s is damaged (%s); the one before it is used", path, problem)
+            else:
+                raise ConfigError("checkpoint.load", which, f"{path} is damaged ({problem})",
+                                  "set checkpoint.load=last: it takes the newest whole one") from None  # fmt: skip
+    raise ConfigError("resume", run, "none of its checkpoints is whole",
+                      "use another run folder, or checkpoint.resume=never to start over")  # fmt: skip
+
+
+def exists(run: Path) -> bool:
+    """Whether a run folder has checkpoints, damaged ones included."""
+    return bool(names(run / "checkpoints"))
+
+
+def _same_files(a: Path, b: Path) -> bool:
+    try:
+        return os.path.samefile(a / STATE, b / STATE)
+    except OSError:
+        return False
+
+
+def _open(path: Path) -> Saved:
+    entry = verify(path)
+    state = safe_load(path / STATE)
+    check_form(state)
+    if state["counters"]["step"] != entry.step:
+        raise Damaged(f"it says step {state['counters']['step']}, but its manifest says {entry.step}")
+    return Saved(path, entry.step, state)
+
+
+def safe_load(path: Path) -> Any:
+    """torch.load in safe mode, of a file that can take no more memory than it has bytes.
+
+    Raises:
+        Damaged: it cannot be read that way.
+    """
+    import torch
+
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch writes stored entries; a compressed one may unpack to anything
+            if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
+                raise Damaged(f"{path.name} is a compressed archive")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Damaged:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise Damaged(f"torch's safe mode cannot read {path.name} ({reason})") from None
+
+
+def check_form(state: Any) -> None:
+    """Raise Damaged unless `state` has the form of a training state: plain containers, numbers, text, dense tensors."""
+    if not isinstance(state, dict):
+        raise Damaged("it holds no training state")
+    for section, kind in SECTIONS.items():
+        if not isinstance(state.get(section), kind):
+            raise Damaged(f"it has no {section}")
+    if not isinstance(state.get("ema"), dict | None):
+        raise Damaged("its ema is no state")
+    _plain(state, "state", 0)
+    counters = state["counters"]
+    for name in COUNTERS:
+        if type(counters.get(name)) is not int or not 0 <= counters[name] < 2**53:
+            raise Damaged(f"its {name} is no count")
+    best, run_id = counters.get("best"), counters.get("logger_run_id")
+    if not isinstance(best, dict) or not all(
+        isinstance(k, str) and isinstance(v, dict) and set(v) == {"value", "step"}
+        and all(type(n) in (int, float) for n in v.values()) for k, v in best.items()
+    ):  # fmt: skip
+        raise Damaged("its best metrics are none")
+    # a logger makes a folder of this name
+    if run_id is not None and not (isinstance(run_id, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,128}", run_id)):
+        raise Damaged("its logger run id is none")
+
+
+def _plain(value: Any, where: str, depth: int) -> None:
+    import torch
+
+    if depth > MAX_DEPTH:
+        raise Damaged(f"{where[:60]} is nested too deeply")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str | int):
+                raise Damaged(f"{where[:60]} has a key that is neither text nor a number")
+            _plain(inner, f"{where}.{key}", depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _plain(inner, where, depth + 1)
+    elif isinstance(value, torch.Tensor):
+        dense = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+        # a tensor that claims more elements than it stores would fill the memory when it is copied
+        if not dense or value.untyped_storage().nbytes() < value.numel() * value.element_size():
+            raise Damaged(f"{where[:60]} is no dense tensor")
+    elif not isinstance(value, str | int | float | bool | None):
+        raise Damaged(f"{where[:60]} is a {type(value).__name__}, which is not plain data")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is itself the folder of one checkpoint."""
+    return bool(NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()

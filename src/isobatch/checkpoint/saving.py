@@ -1,0 +1,152 @@
+"""Saves the checkpoints of one run: the training waits for a copy in memory, a thread does the rest."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.checkpoint.folder import STATE, WEIGHTS, Damaged, Folder, HashedFile, fsync_folder, link_or_copy, verify
+from isobatch.errors import JobFailed
+
+if TYPE_CHECKING:
+    from isobatch.checkpoint import Checkpoint
+    from isobatch.distributed import Ranks
+    from isobatch.state import TrainState
+
+log = logging.getLogger("isobatch")
+
+SAVE_NOW = 1 << 16  # what `request` asks the ranks to agree on; above every signal number
+
+
+class Checkpointer:
+    """All ranks call every method alike; the main rank writes, since the state is the same on all.
+
+    A save that fails (disk full, folder gone) is one warning: training goes on and the checkpoint before stays. Only
+    `wait`, at the end, turns it into a failure.
+
+    Args:
+        about: what is saved beside the training state: `config`, `plan`, `identity`.
+        enabled: False = save nothing.
+    """
+
+    def __init__(self, options: Checkpoint, run_dir: Path, ranks: Ranks, about: dict[str, Any], enabled: bool = True):
+        self.options, self.ranks, self.about, self.enabled = options, ranks, about, enabled
+        self.folder = Folder(run_dir / "checkpoints")
+        self.allowed = True
+        self.thread: threading.Thread | None = None
+        self.failure: str | None = None  # why the latest save is not on disk
+        self.saved_step: int | None = None
+        self.saved_at = time.monotonic()
+        self.existed = False
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is one of every `checkpoint.every`."""
+        return self.enabled and self.options.every is not None and step % self.options.every == 0
+
+    def request(self) -> int:
+        """SAVE_NOW when `checkpoint.every_minutes` have passed by this rank's clock, else 0."""
+        minutes = self.options.every_minutes
+        over = self.enabled and minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
+        return SAVE_NOW if over and self.ranks.is_main else 0
+
+    def forbid(self) -> None:
+        """The state is damaged (not finite): keep what is on disk."""
+        self.allowed = False
+
+    def save(self, state: TrainState, is_best: bool = False) -> None:
+        """Save `last` and `step-N`, and `best` too if `is_best`. Returns when the state is copied.
+
+        One save is in flight at a time: the one before is waited for.
+        """
+        self.saved_at = time.monotonic()
+        if not self.enabled or not self.allowed:
+            return
+        tree = state.state_dict()  # on all ranks: a sharded model would gather here
+        if not self.ranks.is_main:
+            return
+        from isobatch.checkpoint.snapshot import Snapshot
+
+        self.join()
+        snapshot = Snapshot({**tree, **self.about})
+        names = ["last", "best"] if is_best else ["last"]
+        # a daemon: the second Ctrl-C must not wait for a disk
+        self.thread = threading.Thread(target=self._write, args=(snapshot, state.step, names), daemon=True)
+        self.thread.start()
+
+    def _write(self, snapshot: Any, step: int, names: list[str]) -> None:
+        try:
+            self._write_files(snapshot.ready(), step, names)
+            self.failure, self.saved_step = None, step
+        except Exception as error:  # whatever it is, it must not end the training
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+            self.failure = f"checkpoint of step {step} is not saved: {reason} ({self.folder.path})"
+            stays = "no earlier one" if self.saved_step is None else f"the one of step {self.saved_step} stays"
+            log.warning("%s; training goes on, %s", self.failure, stays)
+
+    def _write_files(self, tree: dict[str, Any], step: int, names: list[str]) -> None:
+        import torch
+        from safetensors.torch import save_file
+
+        from isobatch.checkpoint.snapshot import broken
+
+        if found := broken(tree):
+            raise ValueError(f"{found} is not finite")
+        if self.existed and not self.folder.path.exists():
+            log.warning("%s was deleted while training; it is made anew", self.folder.path)
+        part = self.folder.begin()
+        self.existed = True
+        files: dict[str, Any] = {}
+        state_file = HashedFile(part / STATE)
+        torch.save(tree, state_file)  # type: ignore[arg-type]  # it only writes
+        files[STATE] = state_file.close()
+        weights = {name: tensor.contiguous() for name, tensor in (tree["ema"] or tree["model"]).items()}
+        save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
+        files[WEIGHTS] = hash_of(part / WEIGHTS)
+        self.folder.publish(part, step, files, names)
+        self.folder.finish(step, self.options.keep)
+
+    def join(self) -> None:
+        """Return when no save is in flight; says nothing about how it ended."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def wait(self) -> None:
+        """Return when everything saved is complete on disk.
+
+        Raises:
+            JobFailed: on all ranks, if the latest state could not be saved.
+        """
+        self.join()
+        failure: str | None = self.ranks.broadcast_object(self.failure)
+        if failure:
+            raise JobFailed(failure)
+
+    def adopt_best(self, best: Path, steps: set[Any]) -> None:
+        """Bring another run's `best`, of one of `steps`, into this folder: what this run has to beat."""
+        if not self.enabled or not self.ranks.is_main or (self.folder.path / "best").exists():
+            return
+        try:
+            if verify(best).step not in steps:
+                return
+            link_or_copy(best, self.folder.tmp / "best")
+            self.folder.recover()
+            fsync_folder(self.folder.path)
+            self.folder.tmp.rmdir()
+        except Damaged as problem:
+            log.warning("%s is not taken along: %s", best, problem)
+        except OSError as error:
+            log.warning("%s could not be copied: %s", best, error.strerror)
+
+
+def hash_of(path: Path) -> dict[str, Any]:
+    """The manifest entry of a file that was written by somebody else, after forcing it to the disk."""
+    import hashlib
+    import os
+
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,204 @@
+"""Where a run starts: at step 0, or at a checkpoint of its own folder or of the run that `resume` names."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch import contract
+from isobatch.checkpoint import reading
+from isobatch.checkpoint.folder import Folder
+from isobatch.contract import Difference
+from isobatch.errors import ConfigError
+from isobatch.scheduler import Schedule
+
+if TYPE_CHECKING:
+    from isobatch.checkpoint import Checkpointer
+    from isobatch.checkpoint.reading import Saved
+    from isobatch.config import Config
+    from isobatch.distributed import Ranks
+    from isobatch.state import TrainState
+
+log = logging.getLogger("isobatch")
+
+# facts of the plan that belong to the contract -> the setting to name
+DATA_FACTS = {"train_samples": "data", "eval_samples": "data", "num_classes": "data", "input_shape": "data",
+              "samples_per_epoch": "sampler"}  # fmt: skip
+CUT = {"micro_batch", "num_shards"}  # compared by a rule of its own, not as identity
+
+
+class Resume:
+    """
+    Args:
+        run_dir: this run's folder. Its own checkpoints come before `resume`: they are the same run, further on.
+
+    Raises:
+        ConfigError: nothing to resume from, or a setting of the contract has changed without allow_contract_change.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, ranks: Ranks):
+        self.config, self.run_dir, self.ranks = config, run_dir, ranks
+        self.notes: list[str] = []
+        self.finished = False
+        self.saved: Saved | None = on_main(ranks, lambda: self._find())
+        if self.saved is None:
+            return
+        self.notes.append(f"goes on from {self.saved.path}, step {self.saved.step}")
+        if config.task == "train":
+            self._refuse(contract.differences(self.saved.state["config"], config.plain))
+
+    def _find(self) -> Saved | None:
+        config, own = self.config, self.run_dir
+        named = Path(config.resume) if config.resume is not None else None
+        in_place = named is not None and named.resolve() == own.resolve()
+        if config.task == "train" and reading.exists(own) and not in_place:
+            if config.checkpoint.resume == "auto":
+                return reading.read(own)
+            aside = Folder(own / "checkpoints").put_aside()
+            log.warning("checkpoint.resume=never: this run starts over, its earlier checkpoints are in %s", aside)
+        return None if named is None else reading.read(named, config.checkpoint.load)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the run goes on in the folder that it was in."""
+        return self.saved is not None and self.saved.run.resolve() == self.run_dir.resolve()
+
+    def batch(self) -> tuple[int | None, Any, int | None]:
+        """(effective, micro, accumulation) for batch_plan.resolve_batch.
+
+        What is not typed anew stays as it was cut, so that the shards are the same on any number of replicas and the
+        accumulation follows.
+        """
+        config = self.config
+        effective, micro, accumulation = config.batch.effective, config.batch.micro, config.accumulation.steps
+        if self.saved is None or config.task != "train":
+            return effective, micro, accumulation
+        before, was = self.saved.state["plan"], self.saved.state["config"].get("accumulation") or {}
+        try:
+            effective = before["effective_batch"] if effective is None else effective
+            if accumulation == was.get("steps"):
+                accumulation = None
+                if micro in (None, "auto"):
+                    micro = min(int(before["micro_batch"]), effective)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise self._unfit("its plan is incomplete") from None
+        return effective, micro, accumulation
+
+    def check(self, plan: Mapping[str, Any], identity: Mapping[str, Any], exact: bool, batch_norm: bool,
+              steps_per_epoch: int) -> list[str]:  # fmt: skip
+        """Compare the numbers of this plan with the saved ones; returns lines for a person.
+
+        Args:
+            plan: as saved (see Run.about). exact: reduction=exact. batch_norm: shards decide its statistics.
+        Raises:
+            ConfigError: the contract has changed, or the run is further than its new end.
+        """
+        if self.saved is None or self.config.task != "train":
+            return self.notes
+        before, step = self.saved.state["plan"], self.saved.step
+        changed = contract.facts_changed(before, plan, {"effective_batch": "batch.effective", **DATA_FACTS})
+        cut = contract.facts_changed(before, plan, {"micro_batch": "batch.micro"})
+        if exact or batch_norm:
+            changed += cut
+        elif cut:
+            self.notes.append(f"{cut[0]}: the shards are cut anew, so dropout draws anew and sums round anew")
+        self._refuse(changed)
+        other = {k: (v, identity[k]) for k, v in self.saved.state["identity"].items()
+                 if k in identity and k not in CUT and identity[k] != v}  # fmt: skip
+        if other:
+            listed = ", ".join(f"{k} {contract.shown(a)} -> {contract.shown(b)}" for k, (a, b) in other.items())
+            self.notes.append(f'the promise drops from "to the bit" to "same effective batch": {listed}')
+        elif not exact and before.get("num_replicas") != plan["num_replicas"]:
+            self.notes.append("reduction=fast on another number of replicas: the rest is equal up to rounding")
+        total = plan["steps"]
+        if step > total:
+            key = "epochs" if self.config.epochs is not None else "steps"
+            problem = f"{self.saved.run} is at step {step} already, past {total}"
+            raise ConfigError(key, getattr(self.config, key), problem,
+                              f"set {key} higher, or checkpoint.load to an earlier checkpoint")  # fmt: skip
+        self.finished = step == total
+        if self.finished:
+            self.notes.append(f"{self.saved.run} is complete at step {step}: nothing to do; raise epochs to go on")
+        self._tell_schedule(before.get("steps"), total, steps_per_epoch)
+        return self.notes
+
+    def _tell_schedule(self, before: Any, total: int, steps_per_epoch: int) -> None:
+        assert self.saved is not None
+        update = self.saved.state["counters"]["update"]
+        if self.finished or before == total or type(before) is not int or before < 1:
+            return
+        old, new = (Schedule(self.config.scheduler, n, steps_per_epoch)(min(update, n)) for n in (before, total))
+        text = f"{total} steps instead of {before}: the {self.config.scheduler.name} schedule is laid over all"
+        effect = "which changes nothing here" if old == new else (
+            f"so the learning rate goes on at {new:.4g} of its peak instead of {old:.4g}"
+        )  # fmt: skip
+        self.notes.append(f"{text}, {effect}")
+
+    def restore(self, state: TrainState) -> None:
+        """Put the saved state into `state`, in place: views stay views.
+
+        Raises:
+            ConfigError: it does not fit the model or the optimizer.
+        """
+        if self.saved is None:
+            return
+        from isobatch.checkpoint.fitting import fitted
+
+        try:
+            state.load_state_dict(fitted(state, self.saved.state, self.notes, self.config.task == "train"))
+        except reading.Damaged as problem:
+            raise self._unfit(str(problem)) from None
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            raise self._unfit(" ".join(str(error).split())[:200]) from None
+        for note in self.notes:
+            log.info("resume: %s", note)
+
+    def adopt(self, checkpointer: Checkpointer) -> None:
+        """Take the other run's `best` along, while its metric is what this run has to beat."""
+        if self.saved is not None and not self.in_place and (self.saved.path.parent / "best").is_dir():
+            steps = {entry["step"] for entry in self.saved.state["counters"]["best"].values()}
+            checkpointer.adopt_best(self.saved.path.parent / "best", steps)
+
+    def earlier_result(self) -> dict[str, float]:
+        """`final` of the run's summary: what a finished run that is resumed still has to say."""
+        try:
+            final = json.loads((self.saved.run / "summary.json").read_text(encoding="utf-8"))["final"]  # type: ignore
+            return {str(k): float(v) for k, v in final.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _refuse(self, changed: list[Difference]) -> None:
+        if not changed:
+            return
+        assert self.saved is not None
+        first, others = changed[0], changed[1:]
+        if self.config.allow_contract_change:
+            self.notes.append(f"contract changed: {', '.join(map(str, changed))}")
+            return
+        also = f" (and {', '.join(map(str, others))})" if others else ""
+        raise ConfigError(first.key, contract.shown(first.now),
+                          f"{self.saved.run} was trained with {first.key}={contract.shown(first.before)}{also}",
+                          "keep it, or set allow_contract_change=true"
+                          + (", or checkpoint.resume=never to start over" if self.in_place else ""))  # fmt: skip
+
+    def _unfit(self, problem: str) -> ConfigError:
+        assert self.saved is not None
+        return ConfigError("resume", self.saved.path, f"does not fit this run: {problem}",
+                           "resume with the settings that the run was made with")  # fmt: skip
+
+
+def on_main(ranks: Ranks, look: Any) -> Any:
+    """What `look()` finds on the main rank, on every rank; its refusal is everybody's."""
+    found: Any = None
+    if ranks.is_main:
+        try:
+            found = look()
+        except ConfigError as refusal:
+            found = refusal
+    found = ranks.broadcast_object(found)
+    if isinstance(found, ConfigError):
+        raise found
+    return found
