@@ -54,6 +54,8 @@ class Record:
 def train(folder: Path, *overrides: str, ranks: Ranks | None = None, observe: Callable[..., None] | None = None) -> Record:
     """Train in this process. `observe(state, parts, data)` is called after every step."""
     folder.mkdir(parents=True, exist_ok=True)
+    # a second run in a folder goes on from the first one's checkpoints: a test that wants that says so
+    assert not (folder / "checkpoints").exists() or any("resume=" in word for word in overrides), f"{folder} is used twice"
     record, original = Record(), loop.train_step
 
     def recording(state: Any, parts: Any, window: Any, want_norm: bool = False) -> Any:

@@ -43,7 +43,14 @@ def one_job(cfg: DictConfig) -> float | None:
     run_dir = Path(job.runtime.output_dir)
     sweep = job.mode == RunMode.MULTIRUN
     try:
-        return launch.run(plain_config(cfg, Path(job.runtime.cwd)), run_dir)
+        plain = plain_config(cfg, Path(job.runtime.cwd))
+        if sweep:
+            word, result = sweeps.earlier(plain, run_dir)
+            if word != "new":
+                tell(sweeps.say(word, job.job.num, run_dir))
+            if word == "skip":
+                return result
+        return launch.run(plain, run_dir)
     except Stopped as stop:
         raise SystemExit(stop.exit_code) from None
     except ConfigError as refusal:

@@ -12,12 +12,14 @@ import torch
 
 from isobatch import hardware
 from isobatch.checkpoint import Checkpointer
+from isobatch.checkpoint.saving import SAVE_NOW
 from isobatch.console import Console
 from isobatch.data import DataInfo
 from isobatch.data.feed import Feed, WindowData
 from isobatch.distributed import Ranks
 from isobatch.errors import JobFailed, Stopped
 from isobatch.evaluate import Evaluator
+from isobatch.loss_watch import LossWatch
 from isobatch.logger import Logger
 from isobatch.logger.predictions import predict
 from isobatch.run_files import RunFiles
@@ -63,6 +65,7 @@ class Loop:
     log_weights: int = 0
     clock: Clock = field(default_factory=Clock)
     trained_samples: int = 0
+    watch: LossWatch = field(default_factory=LossWatch)
     last_eval: dict[str, float] = field(default_factory=dict)
     last_train: dict[str, float] = field(default_factory=dict)
 
@@ -77,7 +80,7 @@ class Loop:
             Stopped: on a signal, after a complete checkpoint. JobFailed: the loss is not finite.
         """
         state = self.state
-        poll = StopPoll(self.ranks, self.stop_requested)
+        poll = StopPoll(self.ranks, lambda: self.stop_requested() or self.checkpointer.request())
         self.console.begin(state.step)
         self.clock.restart()
         logged_samples = state.samples
@@ -86,6 +89,7 @@ class Loop:
             lr = self._set_lr()
             log_now = (state.step + 1) % self.log_every == 0 or state.step + 1 == self.total_steps
             applied, norm = train_step(state, self.parts, data, want_norm=log_now)
+            self.watch.saw(data.window, self.parts.reducer)
             state.step += 1
             state.samples += data.window.size
             self.trained_samples += data.window.size
@@ -109,15 +113,19 @@ class Loop:
         state = self.state
         last = state.step == self.total_steps
         evaluates = last or state.step % self.eval_every == 0
-        saves = last or self.checkpointer.due(state.step)
+        if signum == SAVE_NOW:
+            saves, signum = True, 0
+        else:
+            saves = last or self.checkpointer.due(state.step)
         if not (evaluates or saves or signum):
             return
         self.clock.lap()
         improved: list[str] = []
         if evaluates and not signum:
             improved = self.evaluate()
-        if signum or saves or improved:
-            self.checkpointer.save(state, improved)
+        is_best = self.checkpointer.options.followed(self.last_eval) in improved
+        if signum or saves or is_best:
+            self.checkpointer.save(state, is_best)
         if signum:
             self.checkpointer.wait()
             raise Stopped(signum)
@@ -130,14 +138,7 @@ class Loop:
         result = self.evaluator(model)
         row = {"step": state.step, "update": state.update, "samples": state.samples, **result}
         self.last_eval = result
-        improved = []
-        for metric in ("eval/loss", "eval/accuracy"):
-            value = result.get(metric, math.nan)
-            best = state.best.get(metric)
-            sign = -1 if metric == "eval/loss" else 1
-            if math.isfinite(value) and (best is None or sign * value > sign * best["value"]):
-                state.best[metric] = {"value": value, "step": state.step}
-                improved.append(metric)
+        improved = self.checkpointer.options.improved(state.best, result, state.step)
         memory = self.ranks.gather_objects(hardware.peak_memory_mb(self.parts.device)) or []
         self.logger.log({**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},
                          **{f"memory/rank{rank}_mb": peak for rank, peak in enumerate(memory)}})  # fmt: skip
@@ -169,10 +170,8 @@ class Loop:
         loss = self.parts.reducer.window_loss().item()
         if not math.isfinite(loss) and not state.scaler.is_enabled() and not self.parts.skip_nonfinite:
             self.checkpointer.forbid()
-            raise JobFailed(
-                f"train/loss is {loss} at step {state.step} (samples {self.feed.indices(data.window).tolist()[:8]} ...); "
-                "the last good checkpoint is kept; lower optimizer.lr or set on_nonfinite=skip"
-            )
+            raise JobFailed(self.watch.story(self.ranks, self.feed, loss, state.step))
+        self.watch.clear()
         row = {"step": state.step, "update": state.update, "epoch": data.window.epoch, "samples": state.samples,
                "train/loss": loss, "train/lr": lr}  # fmt: skip
         if norm is not None:
@@ -196,7 +195,7 @@ class StopPoll:
         self.next_step, self.asked_at, self.asked_step = 0, time.monotonic(), 0
 
     def due(self, step: int) -> int:
-        """The signal to stop for, 0 = none. The same on every rank."""
+        """The signal to stop for, or SAVE_NOW; 0 = neither. The same on every rank."""
         if self.ranks.world_size == 1:
             return self.requested()
         if step < self.next_step:

@@ -1,7 +1,7 @@
 """Which step, rank and samples a loss that is not finite came from, at no cost per step.
 
-The loss is read back only when it is logged. Until then each step leaves a reference to its loss on the device; only when
-a logged loss turns out not to be finite are they read.
+The loss is read back only when it is logged. Until then each step leaves a reference to its loss on the device; only
+when a logged loss turns out not to be finite are they read.
 """
 
 from __future__ import annotations
@@ -58,5 +58,6 @@ class LossWatch:
             where = f"train/loss is {loss} at step {step}"
         else:
             size, samples = len(bad[3]), ", ".join(map(str, bad[3][:SHOWN]))
-            where = f"train/loss is {bad[2]} at step {bad[0]} on rank {bad[1]} (samples {samples}{', ...' * (size > SHOWN)})"
+            samples += ", ..." * (size > SHOWN)
+            where = f"train/loss is {bad[2]} at step {bad[0]} on rank {bad[1]} (samples {samples})"
         return f"{where}; the last good checkpoint is kept: lower optimizer.lr, or set on_nonfinite=skip"

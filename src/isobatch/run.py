@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from isobatch import batch_norm, checkpoint, hardware, plan_notes
+from isobatch import batch_norm, hardware, plan_notes, teacher
 from isobatch import config as configuration
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config
@@ -18,12 +18,14 @@ from isobatch.console import Console, make_console
 from isobatch.data import Split, Splits
 from isobatch.data.feed import Feed, Source, make_source
 from isobatch.distributed import Ranks, choose_device
-from isobatch.errors import Stopped
+from isobatch.errors import ConfigError, Stopped
 from isobatch.evaluate import Evaluator
+from isobatch.fingerprint import Fingerprint
 from isobatch.launch.signals import STOP
 from isobatch.logger import Logger, RunInfo
 from isobatch.loop import Clock, Loop
 from isobatch.randomness import ShardSeeder, seed_everything
+from isobatch.resume import Resume
 from isobatch.run_files import RunFiles
 from isobatch.scheduler import Schedule
 from isobatch.state import TrainState, weights_sha256
@@ -66,12 +68,14 @@ class Run:
         self.loop: Loop | None = None
         self.plan: dict[str, Any] = {}
         self.sources: list[Source] = []
+        self.fingerprint: Fingerprint | None = None
 
     def build(self) -> None:
         """Everything up to the first step; refusals come before the first weight is moved."""
         config, ranks = self.config, self.ranks
-        self.files.config(configuration.to_yaml(config.plain))
         config.parallel.check(ranks)
+        self.resume = Resume(config, self.run_dir, ranks)  # refuses before the folder's config is replaced
+        self.files.config(configuration.to_yaml(config.plain))
         if ranks.is_main and config.task != "plan":
             self.logger = config.logger.build(RunInfo(self.run_dir, config.plain))
         self.device = device = choose_device(ranks)
@@ -80,8 +84,7 @@ class Run:
         self.data_info = splits.info
         seed_everything(config.seed)  # the weights are drawn next, from the seed alone
         model = config.model.build(splits.info)
-        batch = resolve_batch(config.batch.effective, config.batch.micro, config.accumulation.steps,
-                              config.parallel.num_replicas(ranks, device))  # fmt: skip
+        batch = resolve_batch(*self.resume.batch(), config.parallel.num_replicas(ranks, device))
         order_size = config.sampler.order_size(len(splits.train))
         plan = BatchPlan(batch, order_size, config.sampler.tail)
         batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
@@ -92,10 +95,16 @@ class Run:
             "steps_per_epoch": plan.windows_per_epoch, "steps": total, "samples_per_epoch": plan.epoch_size,
             "tail_size": plan.tail_size, "device": hardware.name(device), "parallel": config.parallel.describe(ranks, device),
             "precision": config.precision.describe(device), "batch_norm": batch_norm.describe(model, config.model.batch_norm),
-            "identity": hardware.identity(config, device, threads, batch),
+            "identity": (identity := hardware.identity(config, device, threads, batch)),
         })  # fmt: skip
+        facts = {**self.plan, "steps": total, "samples_per_epoch": order_size, "train_samples": len(splits.train),
+                 "eval_samples": len(splits.eval), "num_classes": splits.info.num_classes,
+                 "input_shape": list(splits.info.shape)}  # fmt: skip
+        self.about = {"config": config.plain, "plan": facts, "identity": identity}  # what a checkpoint says of its run
+        shards_matter = config.model.batch_norm == "shard" and bool(batch_norm.tracking_layers(model))
+        resumed = self.resume.check(facts, identity, config.reduction.exact, shards_matter, plan.windows_per_epoch)
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
-        self.console.plan(self.plan_view(plan, total), plan_notes.notes(config, model, plan, ranks, device))
+        self.console.plan(self.plan_view(plan, total), resumed + plan_notes.notes(config, model, plan, ranks, device))
         if config.task == "plan":
             return
         self.assemble(model, splits, plan, total)
@@ -125,11 +134,13 @@ class Run:
             working.module.compile()
         reducer = config.reduction.build(working, config.parallel, plan, ranks, device)
         state = TrainState(model, optimizer, config.precision.scaler(device), config.ema.build(model), reducer)
-        checkpointer = config.checkpoint.build(self.run_dir, ranks, config.plain)
-        if config.resume is not None:
-            state.load_state_dict(checkpoint.load(config.resume))
+        checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
+        self.resume.restore(state)
+        if self.resume.saved is not None:
             working.push_weights()
-            self.files.resume_metrics(state.step)
+        if config.task == "train":
+            self.files.resume_metrics(state.step)  # this folder's rows from before a restart, as far as they stand
+            self.resume.adopt(checkpointer)
         lanes = config.parallel.lane_devices(device)
 
         def source(split: Split, training: bool) -> Source:
@@ -140,14 +151,18 @@ class Run:
             state=state,
             parts=Parts(
                 criterion=config.loss.build(), reducer=reducer, precision=config.precision, working=working,
-                statistics=statistics, seed=ShardSeeder(config.seed, lanes), device=device,
+                statistics=statistics, seed=self.seeder(working.module), device=device,
                 max_grad_norm=config.max_grad_norm, skip_nonfinite=config.on_nonfinite == "skip",
             ),
             feed=Feed(
                 source(splits.train, True), plan,
                 lambda epoch: config.sampler.order(epoch, len(splits.train), config.seed, splits.train.targets),
                 config.parallel.local_replicas(ranks, device), len(lanes), config.loss.averages,
-                config.augment.batch_transform(splits.info, config.seed), keep=reducer.replays,
+                config.loss.prepare(
+                    config.augment.batch_transform(splits.info, config.seed),
+                    lambda chosen: teacher.build(chosen, splits.info, device), config.precision, device, config.seed,
+                ),
+                keep=reducer.replays,
             ),
             evaluator=Evaluator(
                 splits.eval, source(splits.eval, False), config.loss.build(), config.precision, ranks, device,
@@ -159,6 +174,14 @@ class Run:
             stop_requested=lambda: STOP.requested, log_weights=config.log_weights, clock=Clock(),
         )  # fmt: skip
 
+    def seeder(self, module: torch.nn.Module) -> Any:
+        """Seeds the shards; where equal training is asked for, also takes the fingerprints to explain a difference."""
+        seed = ShardSeeder(self.config.seed, self.config.parallel.lane_devices(self.device))
+        if self.config.sweep.tolerance is None:
+            return seed
+        self.fingerprint = Fingerprint(module, seed)
+        return self.fingerprint
+
     def perform(self) -> None:
         """Train or evaluate."""
         if self.loop is None:
@@ -169,9 +192,13 @@ class Run:
             state.logger_run_id = self.logger.run_id
         if self.config.task == "evaluate":
             self.loop.evaluate()
+        elif self.resume.finished:
+            self.loop.last_eval = self.resume.earlier_result()
         else:
             self.loop.train()
             self.loop.checkpointer.wait()
+        if self.fingerprint is not None:
+            self.fingerprint.write(self.run_dir, self.ranks)
         if self.logger.wants_predictions:
             self.loop.show_predictions(self.data_info, self.logger.wants_predictions)
 
@@ -179,11 +206,20 @@ class Run:
         """The end of the data workers, summary.json, the result on the terminal, and the end of the logger's run."""
         for source in self.sources:
             source.close()
+        if self.loop and not isinstance(error, KeyboardInterrupt):
+            self.loop.checkpointer.join()
         summary = self.summary(ending, error)
-        self.files.summary(summary)
+        if not self.stands(error):
+            self.files.summary(summary)
         self.files.close()
         self.logger.finish(summary, 0 if ending == "completed" else getattr(error, "exit_code", 1))
         self.console.result(summary, str(self.run_dir), self.logger.how_to_look)
+
+    def stands(self, error: BaseException | None) -> bool:
+        """Whether the folder's summary is that of a complete run, to which nothing was added."""
+        resume = getattr(self, "resume", None)
+        nothing_done = isinstance(error, ConfigError) or (resume is not None and resume.finished and resume.in_place)
+        return nothing_done and self.files.completed()
 
     def summary(self, ending: str, error: BaseException | None) -> dict[str, Any]:
         loop, state = self.loop, self.loop.state if self.loop else None

@@ -65,6 +65,13 @@ class RunFiles:
         if self.is_main:
             write_json(self.folder / "summary.json", summary)
 
+    def completed(self) -> bool:
+        """Whether the folder holds the summary of a run that came to its end."""
+        try:
+            return bool(json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))["state"] == "completed")
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()

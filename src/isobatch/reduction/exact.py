@@ -66,7 +66,7 @@ class ExactReducer:
         self.layouts = Layouts(shards, ranks.rank)
         self.scratch = Scratch(UNDER_WAY)
         self.units = Units(len(self.parameters), batch.num_shards) if self.method == "bin64" else None
-        self.buckets = make_buckets(self.parameters, options.bucket_mb * 1e6, ranks.world_size)
+        self.buckets = make_buckets(self.parameters, options.bucket_mb * 2**20, ranks.world_size)
         self.sums = [self._sum(bucket, i) for i, bucket in enumerate(self.buckets)]
         self.losses = torch.zeros(batch.num_shards, dtype=torch.float64, device=device)
         self.buffers: TreeSum | None = None
@@ -95,7 +95,7 @@ class ExactReducer:
         self.current: int | None = None
         self.touched = [False] * len(self.parameters)
         self.started = 0
-        self.losses.zero_()
+        self.losses = torch.zeros_like(self.losses)  # the loop may still hold the last window's
         for parameter in self.parameters:
             parameter.grad = None  # its memory is ours, and is about to be used again
         for part in self.sums:
@@ -197,6 +197,10 @@ class ExactReducer:
     def record(self, micro: MicroBatch, weighted_loss: Tensor) -> None:
         """`weighted_loss`: 0-d, the shard's loss times its weight in the window."""
         self.losses[self.current] = weighted_loss.detach()
+
+    def local_loss(self) -> Tensor:
+        """The losses of this rank's shards, each at its number among (V,); zero for all others."""
+        return self.losses
 
     def window_loss(self) -> Tensor:
         """Mean loss of the window, 0-d float64 (a collective): every shard has a place of its own, all others add zero."""

@@ -58,6 +58,10 @@ class FastReducer:
             self.strategy.idle(self.module)
         return True
 
+    def local_loss(self) -> Tensor | None:
+        """This rank's part of the window's loss, 0-d, on the device; None = it had no shard."""
+        return self.loss
+
     def window_loss(self) -> Tensor:
         """Mean loss of the window over all ranks, 0-d float64 (a collective: every rank has to ask)."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device) if self.loss is None else self.loss.double()
