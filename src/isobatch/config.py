@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from isobatch import (
     accumulation,
@@ -69,6 +70,26 @@ def resolved(composed: Any) -> dict[str, Any]:
 
 def to_yaml(plain: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
+
+
+def read_yaml(path: Path) -> dict[str, Any] | None:
+    """A config.yaml as plain data (nothing in it is interpreted); None when there is none that can be read."""
+    try:
+        plain: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (OSError, OmegaConfBaseException, ValueError, YAMLError):
+        return None
+    return plain if isinstance(plain, dict) else None
+
+
+def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested data as dotted key -> value; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 @dataclass(frozen=True)

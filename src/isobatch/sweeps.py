@@ -1,0 +1,50 @@
+"""Jobs of a sweep: what an earlier launch into the same folder left of them, and what they would be (`sweep.dry_run`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isobatch.config import flat, read_yaml
+from isobatch.errors import ConfigError
+
+IGNORED = ("sweep.",)  # what may differ between two launches of one sweep
+
+
+def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]:
+    """What is to be done with a job whose folder may have been used before: (word, objective).
+
+    The word is `new`, `skip` (complete, with its objective), `again` (failed before its first checkpoint) or `go on`.
+
+    Raises:
+        ConfigError: the folder holds a job of another config; its first differing key is named.
+    """
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        summary = {}
+    before = read_yaml(run_dir / "config.yaml")
+    if before is None:
+        return "new" if not summary else "again", None
+    then, now = flat(before), flat(plain)
+    changed = [k for k in sorted({*then, *now}) if then.get(k) != now.get(k) and not k.startswith(IGNORED)]
+    if changed:
+        key = changed[0]
+        raise ConfigError(key, now.get(key), f"{run_dir} holds a job with {key}={then.get(key)}",
+                          "use another hydra.sweep.dir, or remove that folder")  # fmt: skip
+    if summary.get("state") == "completed":
+        final = summary.get("final") or {}
+        return "skip", final.get("eval/accuracy", final.get("eval/loss"))
+    return ("go on" if (run_dir / "checkpoints").is_dir() else "again"), None
+
+
+def say(word: str, number: int, run_dir: Path) -> str:
+    """One line for a person; empty for a new job."""
+    return {
+        "new": "",
+        "skip": f"job {number} is complete in {run_dir}: skipped",
+        "go on": f"job {number} goes on from its last checkpoint in {run_dir}",
+        "again": f"job {number} did not get far in {run_dir}: runs again",
+    }[word]
