@@ -4,7 +4,7 @@
         run something with server.environ()
     server.runs["RUN_ID"].history
 
-Answers the GraphQL operations of init, log, resume, finish, agent and Workspace.save, and takes file streams and uploads.
+Answers the GraphQL operations of init, log, resume, finish, agent and Workspace.save; takes file streams and uploads.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ class StandIn:
             if word in text:
                 return {"data": answer(given)}
         if "viewer" in text or "serverInfo" in text:
-            return {"data": {"viewer": {"id": "VXNlcjo=", "entity": "tester", "username": "tester", "flags": "{}",
-                                        "teams": {"edges": []}},
-                             "serverInfo": {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []}}}  # fmt: skip
+            person = {"id": "VXNlcjo=", "entity": "tester", "username": "tester", "flags": "{}", "teams": {"edges": []}}
+            about = {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []}
+            return {"data": {"viewer": person, "serverInfo": about}}
         return {"data": {}}
 
     def _upsert(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -135,8 +135,9 @@ class StandIn:
             run.config = {key: entry["value"] for key, entry in json.loads(given["config"]).items()}
         project = {"id": "UHJvamVjdDo=", "name": given.get("project") or "p",
                    "entity": {"id": "RW50aXR5Og==", "name": given.get("entity") or "tester"}}  # fmt: skip
-        bucket = {"id": "UnVuOg==", "name": name, "displayName": given.get("displayName") or name, "description": None,
-                  "config": None, "sweepName": None, "historyLineCount": len(run.history), "project": project}  # fmt: skip
+        shown = given.get("displayName") or name
+        bucket = {"id": "UnVuOg==", "name": name, "displayName": shown, "project": project, "sweepName": None,
+                  "historyLineCount": len(run.history), "description": None, "config": None}  # fmt: skip
         return {"upsertBucket": {"inserted": new, "bucket": bucket}}
 
     def _files(self, given: dict[str, Any]) -> dict[str, Any]:

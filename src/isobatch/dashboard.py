@@ -1,7 +1,7 @@
 """The W&B workspace of a project, as code: `python -m isobatch.dashboard ENTITY/PROJECT [--dry-run]`.
 
-Needs `pip install 'isobatch[dashboard]'`. The panels read the keys that metrics.jsonl has, over `samples`, so that runs of
-different batch sizes and hardware plans lie on one axis.
+Needs `pip install 'isobatch[dashboard]'`. The panels read the keys that metrics.jsonl has, over `samples`, so that runs
+of different batch sizes and hardware plans lie on one axis.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         made.save()
     except Exception as error:
-        print(f"isobatch: the dashboard was not saved: {access.redacted(' '.join(str(error).split()))}", file=sys.stderr)
+        line = access.redacted(" ".join(str(error).split()))
+        print(f"isobatch: the dashboard was not saved: {line}", file=sys.stderr)
         return 1
     print(made.url)
     return 0

@@ -46,7 +46,8 @@ def record(folder: Path, *, rows: int = 4, first: int = 1, run_id: str | None = 
     folder.mkdir(parents=True, exist_ok=True)
     node = options("logger", {"name": "wandb", "system_metrics": False, **given})
     node.check()
-    logger: Logger = node.build(RunInfo(folder, {"task": "train", "seed": 3, "optimizer": {"lr": 0.1}, **(plain or {})}))
+    config = {"task": "train", "seed": 3, "optimizer": {"lr": 0.1}, **(plain or {})}
+    logger: Logger = node.build(RunInfo(folder, config))
     logger.start(PLAN, run_id, samples=48 * (first - 1))
     for step in range(first, first + rows):
         logger.log({"step": step, "samples": 48 * step, "train/loss": 1.0 / step})
@@ -60,7 +61,7 @@ def test_online_run_and_its_resume_are_one_run(tmp_path: Path, environ: Callable
         environ(**server.environ(tmp_path))
         logger = record(tmp_path / "a", mode="auto", tags=["quick"], notes="a note")
         assert list(logger.how_to_look) and "http" in logger.how_to_look[0]
-        record(tmp_path / "b", run_id=logger.run_id, first=5, mode="auto")
+        record(tmp_path / "b", run_id=logger.run_id, first=5, mode="auto", tags=["quick"])
     assert list(server.runs) == [logger.run_id]
     run = server.runs[str(logger.run_id)]
     assert run.values("samples") == [48 * step for step in range(1, 9)]
@@ -94,21 +95,20 @@ def test_unreachable_or_unwilling_server_means_offline(
     tmp_path: Path, environ: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     mute = socket.create_server(("127.0.0.1", 0))  # takes connections and never says a word
-    for name, url in (("mute", f"http://127.0.0.1:{mute.getsockname()[1]}"), ("closed", "http://127.0.0.1:9")):
-        environ(WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
-        began = time.monotonic()
-        record(tmp_path / name, mode="online")
-        assert time.monotonic() - began < 30
+    environ(WANDB_BASE_URL=f"http://127.0.0.1:{mute.getsockname()[1]}", WANDB_API_KEY=KEY)
+    began = time.monotonic()
+    record(tmp_path / "mute", mode="online")
+    assert time.monotonic() - began < 30
     with StandIn() as server:
         server.accepts = False
         environ(**server.environ(tmp_path))
         record(tmp_path / "unwilling", mode="auto")
     mute.close()
-    for name in ("mute", "closed", "unwilling"):
+    for name in ("mute", "unwilling"):
         (file,) = offline_files(tmp_path / name)
         assert "offline-run" in str(file) and len(read_offline(file).values("train/loss")) == 4
     lines = [line for line in caplog.text.splitlines() if "offline" in line]
-    assert len(lines) == 3 and KEY not in caplog.text
+    assert len(lines) == 2 and KEY not in caplog.text
 
 
 def test_without_a_key_auto_is_offline_in_one_line(
@@ -122,7 +122,7 @@ def test_without_a_key_auto_is_offline_in_one_line(
     (hydra / "hydra.yaml").write_text(
         "hydra: {mode: MULTIRUN, job: {num: 1}, sweep: {dir: '${stamp:multirun}', subdir: '${hydra.job.num}'}}\n"
     )
-    (sweep / "multirun.yaml").write_text("hydra: {overrides: {task: ['accumulation=1,3,6', epochs=2, logger.notes=x]}}\n")
+    (sweep / "multirun.yaml").write_text("hydra: {overrides: {task: ['accumulation=1,3,6', epochs=2]}}\n")
     logger = record(sweep / "1", exit_code=1, histograms="gradients")
     (file,) = offline_files(tmp_path)
     run = read_offline(file)
@@ -137,8 +137,8 @@ def test_without_a_key_auto_is_offline_in_one_line(
 
 def test_what_an_agent_sets_wins(tmp_path: Path, environ: Callable[..., None]) -> None:
     (tmp_path / "elsewhere").mkdir()
-    environ(WANDB_MODE="offline", WANDB_RUN_ID="given1", WANDB_PROJECT="theirs", WANDB_ENTITY="them", WANDB_SWEEP_ID="sw1",
-            WANDB_DIR=str(tmp_path / "elsewhere"))  # fmt: skip
+    environ(WANDB_MODE="offline", WANDB_RUN_ID="given1", WANDB_PROJECT="theirs", WANDB_ENTITY="them",
+            WANDB_SWEEP_ID="sw1", WANDB_DIR=str(tmp_path / "elsewhere"))  # fmt: skip
     logger = record(tmp_path / "run", project="mine")
     (file,) = offline_files(tmp_path)
     assert file.is_relative_to(tmp_path / "elsewhere")
@@ -191,11 +191,14 @@ def test_refusals_come_before_anything_is_built(tmp_path: Path, environ: Callabl
     assert access.redacted(f"bad key {KEY}") == "bad key (key)"
 
 
-@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("tensorboard", "tensorboard"), ("several", "tensorboard")])
-def test_a_missing_package_is_named(name: str, module: str, environ: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", ["wandb", "tensorboard"])
+def test_a_missing_package_is_named(
+    module: str, environ: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"package {module} is not installed.*logger=none"):
-        options("logger", {"name": name, "mode": "offline"} if name != "tensorboard" else {"name": name}).check()
+    for name in (module, "several"):
+        with pytest.raises(ConfigError, match=rf"package {module} is not installed.*logger=none"):
+            options("logger", {"name": name}).check()
 
 
 def test_a_broken_wandb_is_named_too(tmp_path: Path, environ: Callable[..., None]) -> None:
@@ -245,7 +248,8 @@ def test_predictions_are_pictures_in_a_table(tmp_path: Path, environ: Callable[.
     (file,) = tmp_path.rglob("*.table.json")
     table = json.loads(file.read_text())
     assert [row[1:] for row in table["data"]] == [["cat", "cat", 1.0, True], ["dog", "cow", 1.0, False]]
-    assert len(list(tmp_path.rglob("*.png"))) >= 1
+    staged = [path for path in (tmp_path / ".local").rglob("*") if path.is_file()]  # an artifact, for `wandb sync`
+    assert sum(path.read_bytes().startswith(b"\x89PNG") for path in staged) >= 1
 
 
 def test_facts_of_a_run_without_hydra_or_alone(tmp_path: Path) -> None:

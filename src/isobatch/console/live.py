@@ -105,8 +105,8 @@ class LiveConsole(Console):
             self._live, self._handlers = None, []
 
     def _frame(self, body: Any, title: str, colour: str) -> Panel:
-        width = min(self._out.width, WIDEST)
-        return Panel(body, title=title, title_align="left", border_style=colour, box=box.ROUNDED, width=width, padding=(0, 1))
+        return Panel(body, title=title, title_align="left", border_style=colour, box=box.ROUNDED, padding=(0, 1),
+                     width=min(self._out.width, WIDEST))  # fmt: skip
 
     def __rich__(self) -> Text:
         """The bar, as wide as the terminal leaves room for."""

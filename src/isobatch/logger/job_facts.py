@@ -41,7 +41,7 @@ def read(run_dir: Path) -> JobFacts:
         return JobFacts(differing=telling)
     sweep = run_dir.parents[len(Path(str(_subdir(hydra))).parts) - 1]
     number = (hydra.get("job") or {}).get("num")
-    # the sweep's own record has `accumulation=1,3,6` where the job has `accumulation=3`, and the same word where both agree
+    # the sweep's own record has `accumulation=1,3,6` where a job has `accumulation=3`, and one word where all agree
     fixed = (((_yaml(sweep / "multirun.yaml") or {}).get("hydra") or {}).get("overrides") or {}).get("task") or []
     differing = tuple(o for o in telling if o not in fixed)
     return JobFacts(sweep, number if isinstance(number, int) else None, differing or telling)
@@ -58,6 +58,6 @@ def _yaml(file: Path) -> Any:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the pure one takes 50 ms for hydra.yaml
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 (both are safe loaders)
+        return yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
     except (OSError, yaml.YAMLError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ class TensorBoardLogger(Logger):
                 self._write_histogram(name, counts, edges, row["samples"])
 
     def _write_histogram(self, name: str, counts: list[int], edges: list[float], samples: int) -> None:
-        middles = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
         self._writer.add_histogram_raw(
             name, min=edges[0], max=edges[-1], num=sum(counts),
             sum=sum(n * x for n, x in zip(counts, middles, strict=True)),

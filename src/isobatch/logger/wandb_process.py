@@ -7,15 +7,18 @@ and no wait; a trainer that is killed leaves a closed pipe here, so that its run
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 PROBE_S = 3.0  # for the server to answer anything at all
@@ -23,8 +26,9 @@ INIT_S = 10.0  # for it to take the run
 
 
 def say(kind: str, **content: Any) -> None:
-    """A message to the trainer."""
-    print(json.dumps([kind, content]), flush=True)
+    """A message to the trainer, which may be gone."""
+    with contextlib.suppress(OSError):
+        print(json.dumps([kind, content]), flush=True)
 
 
 def answers(url: str, limit_s: float = PROBE_S) -> bool:
@@ -51,6 +55,7 @@ def open_run(wandb: Any, job: dict[str, Any], began: float) -> Any:
     if mode == "online" and not answers(job["base_url"]):
         say("note", text=f"{job['base_url']} does not answer, so the run is written offline")
         mode = "offline"
+    before = run_folders(job)
     try:
         run = init(wandb, job, mode)
     except Exception as error:
@@ -58,6 +63,8 @@ def open_run(wandb: Any, job: dict[str, Any], began: float) -> Any:
             raise
         say("note", text=f"the server did not take the run ({one_line(error)}), so it is written offline")
         wandb.teardown()  # else the same id is "in use"
+        for folder in run_folders(job) - before:  # of the try: one run leaves one folder
+            shutil.rmtree(folder, ignore_errors=True)
         run = init(wandb, job, "offline")
         mode = "offline"
     # `samples` and not W&B's own step: it means the same for every batch size, and a resumed run goes on in it
@@ -67,6 +74,11 @@ def open_run(wandb: Any, job: dict[str, Any], began: float) -> Any:
     say("started", mode=mode, id=run.id, url=(run.url or "") if mode == "online" else "", folder=folder,
         seconds=time.monotonic() - began)  # fmt: skip
     return run
+
+
+def run_folders(job: dict[str, Any]) -> set[Path]:
+    parent = Path(job["init"].get("dir") or os.environ.get("WANDB_DIR") or ".")
+    return set(parent.glob(f"*wandb/run-*-{job['init']['id']}"))
 
 
 def init(wandb: Any, job: dict[str, Any], mode: str) -> Any:

@@ -69,10 +69,11 @@ class WeightsAndBiasesLogger(Logger):
         if self.access.why:
             log.info("W&B: offline, %s", self.access.why)
         self._post("open", mode=self.access.mode, base_url=self.access.base_url, init=self._init(facts, plan),
-                   system_metrics=self.options.system_metrics, finish_timeout_s=self.options.finish_timeout_s)  # fmt: skip
+                   system_metrics=self.options.system_metrics,
+                   finish_timeout_s=self.options.finish_timeout_s)  # fmt: skip
 
     def _id(self, resumed: str | None, facts: job_facts.JobFacts) -> str:
-        """An agent's id first. Several jobs that start from one checkpoint, and evaluations of it, are runs of their own."""
+        """An agent's id first. Jobs that start from one checkpoint, and evaluations of it, are runs of their own."""
         given = os.environ.get("WANDB_RUN_ID")
         if given and facts.sweep is None:
             return given
@@ -98,7 +99,7 @@ class WeightsAndBiasesLogger(Logger):
             "job_type": environ.get("WANDB_JOB_TYPE") or str(self.info.plain.get("task", "train")),
             "tags": list(options.tags) or None,
             "notes": options.notes,
-            # an agent locks the keys it sweeps (`accumulation` stays its choice), so the integers get names of their own
+            # an agent locks the keys it sweeps (`accumulation` stays its choice), so the integers have their own names
             "config": {**self.info.plain, **{f"plan/{key}": value for key, value in plan.items()},
                        "run_dir": str(self.info.run_dir), **({} if facts.number is None else {"job": facts.number})},
         }  # fmt: skip
@@ -127,9 +128,9 @@ class WeightsAndBiasesLogger(Logger):
             self._post("summary", values=_flat(summary))
             folder = self.info.run_dir / "checkpoints" / self.options.log_checkpoints
             if self.options.log_checkpoints != "none" and folder.exists():
-                self._post("checkpoint", folder=str(folder), name=f"checkpoint-{self.run_id}",
-                           aliases=[self.options.log_checkpoints, f"step-{summary.get('steps')}"],
-                           metadata={"best": summary.get("best"), "weights_sha256": summary.get("weights_sha256")})  # fmt: skip
+                metadata = {key: summary.get(key) for key in ("steps", "best", "weights_sha256")}
+                self._post("checkpoint", folder=str(folder), name=f"checkpoint-{self.run_id}", metadata=metadata,
+                           aliases=[self.options.log_checkpoints, f"step-{summary.get('steps')}"])  # fmt: skip
             self._post("finish", exit_code=exit_code)
         self._outbox.put(None)
         try:
@@ -159,18 +160,20 @@ class WeightsAndBiasesLogger(Logger):
     def _listen(self) -> None:
         pipe = self._process.stdout
         assert pipe is not None
-        for line in pipe:
-            try:
-                kind, content = json.loads(line)
-            except ValueError:
-                self._last_words = line.strip() or self._last_words  # a library's print
-                continue
-            self._heard(kind, content)
-            if kind in ("finished", "missing"):
-                break
-        else:
-            if self._process.wait() and self.run_id:
-                log.warning("W&B: ended unexpectedly (%s); metrics are in metrics.jsonl", access.redacted(self._last_words))
+        with pipe:
+            for line in pipe:
+                try:
+                    kind, content = json.loads(line)
+                except ValueError:
+                    self._last_words = line.strip() or self._last_words  # a library's print
+                    continue
+                self._heard(kind, content)
+                if kind in ("finished", "missing"):
+                    break
+            else:
+                if self._process.wait() and self.run_id:
+                    words = access.redacted(self._last_words)
+                    log.warning("W&B: ended unexpectedly (%s); metrics are in metrics.jsonl", words)
         self._imported.set()
         self._over.set()
 
@@ -193,9 +196,10 @@ class WeightsAndBiasesLogger(Logger):
 
 def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of summary.json that compare runs; the last row of every metric is there already."""
-    values = {key: summary.get(key) for key in ("state", "steps", "updates", "skipped_steps", "weights_sha256", "error")}
+    plain = ("state", "steps", "updates", "skipped_steps", "weights_sha256", "error")
+    values = {key: summary.get(key) for key in plain}
     for group in ("best", "time", "perf"):
-        values.update({f"{group}/{key.removeprefix('perf/')}": value for key, value in (summary.get(group) or {}).items()})
+        values.update({f"{group}/{key}": value for key, value in (summary.get(group) or {}).items()})
     for rank in summary.get("ranks") or []:
         values[f"memory/rank{rank['rank']}_mb"] = rank["peak_memory_mb"]
     return {key: value for key, value in values.items() if value is not None}
