@@ -168,8 +168,8 @@ def test_many_long_jobs_stay_cheap(tmp_path: Path) -> None:
     text = (first / "metrics.jsonl").read_bytes()
     for job in range(1, 20):
         (write_run(tmp_path / str(job), [1.0]) / "metrics.jsonl").write_bytes(text)
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone: the machine may be busy
     runs = read_runs([tmp_path])
-    assert time.perf_counter() - start < 5  # 0.3 s on an idle core
+    assert time.process_time() - start < 4
     assert all(len(run.metrics.train) <= 400 and len(run.metrics.losses) == 0 for run in runs)
     assert all(run.difference.common_steps == 5_000 and run.difference.identical for run in runs)
