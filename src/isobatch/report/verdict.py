@@ -38,13 +38,15 @@ def compare(runs: Sequence[Run], tolerance: float) -> list[Verdict]:
     tolerance: largest absolute difference allowed in any train/loss and in any weight; 0 asks for every bit. What
     cannot be compared fails: a run that did not complete, other steps, no weights, losses that end in NaN.
     """
-    verdicts = [_verdict(run, tolerance) for run in runs]
-    return [v if v.passed else replace(v, reason=_with_hint(v.reason, runs[0], run)) for v, run in zip(verdicts, runs, strict=True)]
-
-
-def _with_hint(reason: str, first: Run, run: Run) -> str:
-    hint = where_to_look(first.folder, run.folder) if run.completed and run is not first else ""
-    return f"{reason}; {hint}" if hint else reason
+    folders = {run.job: run.folder for run in runs}
+    verdicts = []
+    for run in runs:
+        verdict = _verdict(run, tolerance)
+        if not verdict.passed and run.completed and run.difference.reference in folders:
+            hint = where_to_look(folders[run.difference.reference], run.folder)
+            verdict = replace(verdict, reason="; ".join(filter(None, (verdict.reason, hint))))
+        verdicts.append(verdict)
+    return verdicts
 
 
 def _verdict(run: Run, tolerance: float) -> Verdict:
