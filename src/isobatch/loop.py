@@ -19,9 +19,9 @@ from isobatch.data.feed import Feed, WindowData
 from isobatch.distributed import Ranks
 from isobatch.errors import JobFailed, Stopped
 from isobatch.evaluate import Evaluator
-from isobatch.loss_watch import LossWatch
 from isobatch.logger import Logger
 from isobatch.logger.predictions import predict
+from isobatch.loss_watch import LossWatch
 from isobatch.run_files import RunFiles
 from isobatch.state import TrainState
 from isobatch.step import Parts, train_step
@@ -83,6 +83,8 @@ class Loop:
         poll = StopPoll(self.ranks, lambda: self.stop_requested() or self.checkpointer.request())
         self.console.begin(state.step)
         self.clock.restart()
+        if 0 < state.step != state.evaluated and self._evaluates(state.step):
+            self._between_steps(0)  # a stop came between this step and its evaluation
         logged_samples = state.samples
         logged_s = self.clock.train_s
         for data in self.feed.windows(state.step, self.total_steps):
@@ -108,11 +110,14 @@ class Loop:
                 self.clock.first_step = time.time()
             self._between_steps(poll.due(state.step))
 
+    def _evaluates(self, step: int) -> bool:
+        return step == self.total_steps or step % self.eval_every == 0
+
     def _between_steps(self, signum: int) -> None:
         """Evaluation and saving, outside the training clock."""
         state = self.state
         last = state.step == self.total_steps
-        evaluates = last or state.step % self.eval_every == 0
+        evaluates = self._evaluates(state.step)
         if signum == SAVE_NOW:
             saves, signum = True, 0
         else:
@@ -137,7 +142,7 @@ class Loop:
         model = state.model if state.ema is None else state.ema.module
         result = self.evaluator(model)
         row = {"step": state.step, "update": state.update, "samples": state.samples, **result}
-        self.last_eval = result
+        self.last_eval, state.evaluated = result, state.step
         improved = self.checkpointer.options.improved(state.best, result, state.step)
         memory = self.ranks.gather_objects(hardware.peak_memory_mb(self.parts.device)) or []
         self.logger.log({**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},

@@ -119,7 +119,7 @@ class Resume:
             problem = f"{self.saved.run} is at step {step} already, past {total}"
             raise ConfigError(key, getattr(self.config, key), problem,
                               f"set {key} higher, or checkpoint.load to an earlier checkpoint")  # fmt: skip
-        self.finished = step == total
+        self.finished = step == total == self.saved.state["counters"]["evaluated"]
         if self.finished:
             self.notes.append(f"{self.saved.run} is complete at step {step}: nothing to do; raise epochs to go on")
         self._tell_schedule(before.get("steps"), total, steps_per_epoch)

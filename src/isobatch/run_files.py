@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("isobatch")
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -33,6 +37,7 @@ class RunFiles:
     def __init__(self, folder: Path, is_main: bool):
         self.folder, self.is_main = folder, is_main
         self._metrics: Any = None
+        self._losing = False
 
     def config(self, text: str) -> None:
         if self.is_main:
@@ -54,12 +59,22 @@ class RunFiles:
         os.replace(part, path)
 
     def row(self, row: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl; flushed, so that a killed run keeps what it logged."""
-        if self.is_main:
+        """Append a line to metrics.jsonl; flushed, so that a killed run keeps what it logged.
+
+        A full disk costs lines, not the training.
+        """
+        if not self.is_main:
+            return
+        try:
             if self._metrics is None:
                 self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
             self._metrics.write(json.dumps(finite(row)) + "\n")
             self._metrics.flush()
+            self._losing = False
+        except OSError as error:
+            if not self._losing:
+                log.warning("metrics.jsonl cannot be written (%s); training goes on", error.strerror)
+            self._losing = True
 
     def summary(self, summary: dict[str, Any]) -> None:
         if self.is_main:
@@ -74,7 +89,8 @@ class RunFiles:
 
     def close(self) -> None:
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take has been told
+                self._metrics.close()
             self._metrics = None
 
 

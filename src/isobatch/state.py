@@ -20,6 +20,7 @@ class TrainState:
         ema: timm's ModelEmaV3, or None.
         reducer: holds the exact reduction's exponents; {} for the others.
         step: windows consumed; update: updates applied; samples: consumed, over all ranks.
+        evaluated: the step of the latest evaluation: one that a stop left out is made up for.
         best: metric -> {"value": float, "step": int}.
         logger_run_id: so that a resumed run goes on in the same logger run.
     """
@@ -33,10 +34,11 @@ class TrainState:
     update: int = 0
     skipped_steps: int = 0
     samples: int = 0
+    evaluated: int = 0
     best: dict[str, dict[str, float]] = field(default_factory=dict)
     logger_run_id: str | None = None
 
-    COUNTERS = ("step", "update", "skipped_steps", "samples", "best", "logger_run_id")
+    COUNTERS = ("step", "update", "skipped_steps", "samples", "evaluated", "best", "logger_run_id")
 
     def __post_init__(self) -> None:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]

@@ -17,7 +17,7 @@ log = logging.getLogger("isobatch")
 
 SECTIONS = {"model": dict, "optimizer": dict, "scaler": dict, "reducer": dict, "counters": dict,
             "config": dict, "plan": dict, "identity": dict}  # fmt: skip
-COUNTERS = ("step", "update", "skipped_steps", "samples")
+COUNTERS = ("step", "update", "skipped_steps", "samples", "evaluated")
 MAX_DEPTH = 32
 
 
