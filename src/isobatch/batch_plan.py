@@ -132,7 +132,7 @@ class BatchPlan:
         if self.windows_per_epoch == 0:
             raise ConfigError(
                 "sampler.tail", self.tail,
-                f"one epoch has {self.order_size} samples, less than batch.effective={self.batch.effective}: nothing is left to train on",
+                f"one epoch has {self.order_size} samples, less than batch.effective={self.batch.effective}: nothing is left",
                 "set sampler.tail=keep or lower batch.effective",
             )  # fmt: skip
 

@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from isobatch import hydra_extras, launch, resume_words
+from isobatch import hydra_extras, launch, resume_words, sweeps
 from isobatch.config import conf_folder, resolved
 from isobatch.distributed import ranks_from_environment
 from isobatch.errors import ConfigError, Stopped
