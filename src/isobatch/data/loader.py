@@ -9,6 +9,7 @@ import signal
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,8 +62,7 @@ class WorkerSource:
         self.iterator: Any = None
         if num_workers:
             fork = "fork" in multiprocessing.get_all_start_methods()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*worker processes")  # more than cores: the user's choice
+            with _quiet():
                 self.loader = DataLoader(
                     samples,  # type: ignore[arg-type]
                     batch_sampler=self.requests,  # type: ignore[arg-type]
@@ -88,8 +88,7 @@ class WorkerSource:
             return
         self.requests.current = requests
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
+            with _quiet():
                 self.iterator = iter(self.loader)
             yield from self.iterator
         except RuntimeError as error:
@@ -132,6 +131,15 @@ class WorkerSource:
 
 
 _LIVE: weakref.WeakSet[WorkerSource] = weakref.WeakSet()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Workers are forked knowingly: before they start a thread, and as many as the user asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
+        yield
 
 
 def _as_read(batch: Any) -> Any:

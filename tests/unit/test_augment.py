@@ -1,0 +1,156 @@
+"""Augmentation: bound to the sample, shapes and dtypes kept, mixing bound to the shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_data_files import photo
+
+from isobatch.augment.mixing import ShardMixer
+from isobatch.augment.sample import SampleTransform, shifted
+from isobatch.config import options
+from isobatch.data import DataInfo, Split
+from isobatch.data.device import ToDevice
+from isobatch.data.feed import Request
+from isobatch.data.loader import WorkerSource
+from isobatch.data.samples import Samples
+from isobatch.errors import ConfigError
+from isobatch.randomness import seed_sample
+
+EVERYTHING = {"flip": 0.5, "erase": 1.0, "color_jitter": 0.4}
+RECIPES = ["simple", "randaugment", "autoaugment", "augmix"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_augmented_file_depends_on_its_seed_alone(tmp_path: Path, recipe: str) -> None:
+    for split in ("train", "val"):
+        for i in range(4):
+            photo(tmp_path / split / "a" / f"{i}.jpg", (64, 48), seed=i)
+    data = options("data", {"name": "image_folder", "root": str(tmp_path), "image_size": 16})
+    augment = options("augment", {"name": recipe, "erase": 0.5})
+    split = data.load(augment.sample_transform(data), 0).train
+
+    def read(workers: int, epoch: int, size: int) -> torch.Tensor:
+        source = WorkerSource(Samples(split, 3), ToDevice(torch.device("cpu"), None, False), workers)
+        requests = (Request(epoch, torch.arange(start, start + size)) for start in range(0, 8, size))
+        try:
+            return torch.cat([inputs for inputs, _ in source.batches(requests)])
+        finally:
+            source.close()
+
+    first = read(0, 0, 4)
+    assert first.shape == (8, 3, 16, 16)
+    assert read(2, 0, 2).equal(first)
+    assert not read(0, 1, 4).equal(first), "the second epoch repeats the first"
+    assert not first[:4].equal(first[4:]), "a repeat of a sample within an epoch is augmented alike"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_in_memory_keep_shape_dtype_and_range(recipe: str, channels: int) -> None:
+    data = options("data", {"name": "synthetic", "in_chans": channels, "image_size": 12})
+    transform = options("augment", {"name": recipe, **EVERYTHING}).sample_transform(data)
+    assert transform.crop == "pad"
+    grey = torch.linspace(-3, 3, 144).view(1, 12, 12).expand(channels, 12, 12)
+    outputs = []
+    for index in range(6):
+        seed_sample(0, 0, index)
+        outputs.append(transform(grey))
+        seed_sample(0, 0, index)
+        assert transform(grey).equal(outputs[-1])
+        assert outputs[-1].shape == grey.shape and outputs[-1].dtype == grey.dtype
+    assert len({o.sum().item() for o in outputs}) == 6
+    pixels = torch.randint(0, 256, (channels, 12, 12), dtype=torch.uint8)
+    assert transform(pixels).dtype == torch.uint8
+
+
+def test_the_parts_of_a_transform() -> None:
+    image = torch.arange(12.0).view(1, 3, 4)
+    assert SampleTransform(crop="none", flip=1.0)(image).equal(image.flip(2))
+    assert shifted(image, 1, -1).tolist() == [[[0, 0, 0, 0], [1, 2, 3, 0], [5, 6, 7, 0]]]
+    assert shifted(image, 5, 0).abs().sum() == 0
+    erased = SampleTransform(crop="none", flip=0, erase=1.0)(torch.zeros(1, 16, 16))
+    assert 0.01 < (erased != 0).double().mean() < 0.45
+    crop = SampleTransform(crop="resized", scale=(0.2, 0.5), size=8)
+    for width, height in ((64, 48), (10, 300), (7, 7)):
+        for _ in range(20):
+            left, top, w, h = crop.box(width, height)
+            assert left >= 0 and top >= 0 and w > 0 and h > 0 and left + w <= width and top + h <= height
+    areas = [w * h / (64 * 48) for _, _, w, h in (crop.box(64, 48) for _ in range(200))]
+    assert 0.17 < min(areas) and max(areas) < 0.53
+    assert crop(torch.rand(3, 20, 30)).shape == (3, 8, 8)
+
+
+def mixed(shards: tuple[int, ...], sizes: tuple[int, ...], step: int = 0, **options_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = {"mixup": 0.5, "cutmix": 1.0, "switch": 0.5, "prob": 1.0, "mode": "batch", **options_}
+    mixer = ShardMixer(**given, num_classes=10, seed=0)
+    parts = [(torch.arange(9.0).add(10 * v).view(9, 1, 1, 1).repeat(1, 1, 6, 6)[:n], torch.arange(n)) for v, n in
+             zip(shards, sizes, strict=True)]  # fmt: skip
+    return mixer(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), step, shards, sizes)
+
+
+@pytest.mark.parametrize("mode", ["batch", "elem"])
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.5, 0.0), (0.0, 1.0), (0.5, 1.0)])
+def test_mixing_is_the_shards_own(mode: str, mixup: float, cutmix: float) -> None:
+    import numpy
+
+    kind = {"mode": mode, "mixup": mixup, "cutmix": cutmix}
+    before = numpy.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    together = mixed((2, 3), (4, 5), **kind)
+    alone = [mixed((2,), (4,), **kind), mixed((3,), (5,), **kind)]
+    assert numpy.random.get_state()[1].tolist() == before  # type: ignore[index,union-attr]
+    for k in (0, 1):
+        assert together[k].equal(torch.cat([alone[0][k], alone[1][k]])), "it depends on what else is in the micro batch"
+    assert together[1].shape == (9, 10)
+    assert together[1].sum(1).tolist() == pytest.approx([1.0] * 9)
+    assert not mixed((2,), (4,), step=1, **kind)[1].equal(alone[0][1]), "another step, the same draw"
+
+
+def test_soft_targets_say_what_the_pixels_are_made_of() -> None:
+    inputs, targets = mixed((0,), (4,), mixup=0.5, cutmix=0.0)
+    # sample i has pixels i and class i: the mean class is the pixel value
+    assert inputs[:, 0, 0, 0].tolist() == pytest.approx((targets @ torch.arange(10.0)).tolist(), abs=1e-5)
+    inputs, targets = mixed((0,), (4,), mixup=0.0, cutmix=1.0)
+    assert inputs.mean((1, 2, 3)).tolist() == pytest.approx((targets @ torch.arange(10.0)).tolist(), abs=1e-5)
+
+
+def test_mixing_needs_images_with_classes() -> None:
+    mix = options("augment", {"name": "simple", "mixup": 0.2})
+    with pytest.raises(ConfigError, match=r"augment\.mixup=0\.2: mixes images with classes"):
+        mix.batch_transform(DataInfo("rows", (4,)), 0)
+    assert options("augment", {"name": "simple"}).batch_transform(DataInfo("x", (1, 8, 8), 10), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "key"),
+    [("simple", {"flip": 2}, "flip"), ("simple", {"scale": [0.5, 0.1]}, "scale"), ("simple", {"scale": [0.5]}, "scale"),
+     ("simple", {"mixup": -1}, "mixup"), ("simple", {"crop": "five"}, "crop"), ("simple", {"mix_mode": "pair"}, "mix_mode"),
+     ("randaugment", {"policy": "original"}, "policy"), ("augmix", {"policy": "rand-m9"}, "policy")],
+)  # fmt: skip
+def test_options_out_of_range_are_refused(name: str, values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        options("augment", {"name": name, **values})
+    assert refusal.value.key == f"augment.{key}"
+
+
+def test_a_policy_needs_colour_or_grey() -> None:
+    with pytest.raises(ConfigError, match="1 or 3 channels, not 4"):
+        options("augment", {"name": "randaugment"}).sample_transform(options("data", {"name": "synthetic", "in_chans": 4}))
+
+
+def test_a_split_in_memory_is_augmented_sample_by_sample() -> None:
+    data = options("data", {"name": "digits"})
+    transform = options("augment", {"name": "simple", "flip": 0, "padding": 1}).sample_transform(data)
+    split: Split = data.load(transform, 0).train
+    assert split.tensors is None and split.light
+    plain = data.load(None, 0).train
+    changed = 0
+    for i in range(12):
+        seed_sample(0, 0, i)
+        image, target = split.dataset[i]
+        assert target == plain.dataset[i][1] and image.shape == (1, 8, 8)
+        changed += not torch.allclose(image, plain.dataset[i][0], atol=1e-6)
+    assert 6 <= changed <= 12  # 8 of 9 shifts move something

@@ -1,0 +1,127 @@
+"""A user's own parts: registered, typed, refused in one line where they do not fit; the example trains."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import plain, summary
+from torch import nn
+
+import isobatch
+from isobatch import data, model, sampler
+from isobatch.config import TABLES, options
+from isobatch.data import DataInfo
+from isobatch.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
+
+
+@pytest.fixture(autouse=True)
+def _tables_as_before() -> Iterator[None]:
+    before = {group: dict(table) for group, table in TABLES.items()}
+    yield
+    for group, table in TABLES.items():
+        table.clear()
+        table.update(before[group])
+
+
+def test_a_plain_function_becomes_options_with_kwargs() -> None:
+    isobatch.register("model", "mine", lambda num_classes, in_chans, width=3: nn.Linear(in_chans * width, num_classes))
+    assert "mine" in model.TABLE
+    info = DataInfo("x", (2, 4, 4), 5)
+    built = options("model", {"name": "mine", "kwargs": {"width": 7}}).build(info)
+    assert (built.in_features, built.out_features) == (14, 5)
+    with pytest.raises(ConfigError, match=r"model\.kwargs=.*mine cannot be called with them .*'depth'"):
+        options("model", {"name": "mine", "kwargs": {"depth": 7}}).build(info)
+    with pytest.raises(ConfigError, match=r"model\.batch_norm=free"):
+        options("model", {"name": "mine", "batch_norm": "free"})
+
+
+def test_an_options_class_joins_as_it_is() -> None:
+    @isobatch.register("sampler", "backwards")
+    @dataclass(frozen=True)
+    class Backwards:
+        name: str = "backwards"
+        tail: str = "keep"
+
+    assert sampler.TABLE["backwards"] is Backwards
+    assert type(options("sampler", {"name": "backwards"})) is Backwards
+
+
+def test_what_cannot_join_is_refused() -> None:
+    with pytest.raises(KeyError, match="no group 'models'"):
+        isobatch.register("models", "mine", nn.Linear)
+    with pytest.raises(ValueError, match="isobatch's own"):
+        isobatch.register("model", "timm", nn.Linear)
+    with pytest.raises(TypeError, match="options dataclass"):
+        isobatch.register("checkpoint", "mine", lambda: None)
+    isobatch.register("model", "again", nn.Linear)
+    isobatch.register("model", "again", nn.Bilinear)  # a module that is loaded anew
+
+
+def test_a_sampler_function_gives_an_order() -> None:
+    isobatch.register("sampler", "reverse", lambda epoch, n, seed: range(n - 1, -1, -1))
+    isobatch.register("sampler", "short", lambda epoch, n, seed: [0])
+    none: Any = None
+    assert options("sampler", {"name": "reverse"}).order(0, 4, 0, none).tolist() == [3, 2, 1, 0]
+    with pytest.raises(ConfigError, match="return 4 indices"):
+        options("sampler", {"name": "short"}).order(0, 4, 0, none)
+
+
+class Images:
+    """Drawn in the constructor, which has to give the same on every rank."""
+
+    def __init__(self, split: str, n: int = 6, labels: str = "int"):
+        self.images = torch.randint(0, 256, (n, 3, 4, 4), dtype=torch.uint8)
+        self.targets = [i % 3 for i in range(n)] if labels == "int" else [i / 2 for i in range(n)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]:
+        return self.images[index], self.targets[index]
+
+
+def test_a_dataset_function_gives_two_splits_and_what_a_model_needs() -> None:
+    isobatch.register("data", "images", Images)
+    before = torch.get_rng_state()
+    one, other = (options("data", {"name": "images"}).load(None, 4) for _ in range(2))
+    assert torch.get_rng_state().equal(before), "the run's generator was drawn from"
+    assert one.train.dataset.images.equal(other.train.dataset.images)
+    assert not one.train.dataset.images.equal(one.eval.dataset.images)
+    assert one.info == DataInfo("images", (3, 4, 4), 3)
+    assert one.train.targets().tolist() == [0, 1, 2, 0, 1, 2]
+    assert options("data", {"name": "images", "kwargs": {"labels": "float"}}).load(None, 0).info.num_classes == 0
+    assert options("data", {"name": "images", "num_classes": 9}).load(None, 0).info.num_classes == 9
+    flipped = options("data", {"name": "images"}).load(lambda image: 255 - image, 4)
+    assert flipped.train.dataset[2][0].equal(255 - one.train.dataset[2][0])
+    assert flipped.eval.dataset[2][0].equal(one.eval.dataset[2][0]), "the evaluation is not augmented"
+    for kwargs, says in (({"n": 0}, "train split is empty"), ({"m": 1}, "cannot be called with them")):
+        with pytest.raises(ConfigError, match=says):
+            options("data", {"name": "images", "kwargs": kwargs}).load(None, 0)
+    isobatch.register("data", "number", lambda split: 3)
+    with pytest.raises(ConfigError, match=r"data\.name=number: its train split has no len"):
+        options("data", {"name": "number"}).load(None, 0)
+    assert set(data.TABLE) >= {"images", "number", "image_folder"}
+
+
+def test_the_example_trains_with_its_own_model_data_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from isobatch import run
+    from isobatch.distributed import Ranks
+
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    sys.modules.pop("parts", None)
+    importlib.invalidate_caches()
+    assert len((EXAMPLE / "parts.py").read_text().splitlines()) <= 60
+    words = ["imports=[parts]", "model=custom", "model.name=small_cnn", "+model.kwargs.width=8", "data=custom",
+             "data.name=stripes", "loss=custom", "loss.name=soft_margin", "epochs=4", "batch.effective=32", "logger=none",
+             "optimizer.lr=0.01", "data.num_workers=0"]  # fmt: skip
+    run.run_job(plain(*words), tmp_path, Ranks())
+    assert summary(tmp_path)["final"]["eval/accuracy"] > 0.9
