@@ -147,13 +147,14 @@ class Resume:
             return
         from isobatch.checkpoint.fitting import fitted
 
+        told = len(self.notes)  # with the plan
         try:
             state.load_state_dict(fitted(state, self.saved.state, self.notes, self.config.task == "train"))
         except reading.Damaged as problem:
             raise self._unfit(str(problem)) from None
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             raise self._unfit(" ".join(str(error).split())[:200]) from None
-        for note in self.notes:
+        for note in self.notes[told:]:
             log.info("resume: %s", note)
 
     def adopt(self, checkpointer: Checkpointer) -> None:
