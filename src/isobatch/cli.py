@@ -42,6 +42,7 @@ def one_job(cfg: DictConfig) -> float | None:
     job = HydraConfig.get()
     run_dir = Path(job.runtime.output_dir)
     sweep = job.mode == RunMode.MULTIRUN
+    hydra_extras.STAMP.release(run_dir)
     try:
         plain = plain_config(cfg, Path(job.runtime.cwd))
         if sweep:
@@ -132,6 +133,7 @@ def main() -> None:
         if isinstance(leaving.code, str):
             tell(leaving.code)
     finally:
+        hydra_extras.STAMP.release()
         launch.finish(code)
     sys.exit(code)
 

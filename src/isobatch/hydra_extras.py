@@ -9,6 +9,7 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -83,6 +84,7 @@ class Stamp:
     def __init__(self) -> None:
         self.claiming = False  # only a launch that will run jobs makes the folder; --cfg and compose() do not
         self._paths: dict[str, str] = {}
+        self._made: list[Path] = []
 
     def __call__(self, parent: str) -> str:
         if parent not in self._paths:
@@ -105,15 +107,27 @@ class Stamp:
         path = Path(parent, datetime.now().strftime("%Y-%m-%d/%H-%M-%S"))
         if not self.claiming:
             return str(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (Path(parent), path.parent):
+            if not folder.is_dir():
+                folder.mkdir(parents=True, exist_ok=True)
+                self._made.append(folder.absolute())
         for number in count(1):
             candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)  # another launch may just have released it
                 candidate.mkdir()
             except FileExistsError:  # another launch of this second
                 continue
+            self._made.append(candidate.absolute())
             return str(candidate)
         raise AssertionError("unreachable")
+
+    def release(self, used: Path | None = None) -> None:
+        """Remove the folders that were made for nothing: composing asks for outputs/ and multirun/ alike."""
+        for folder in reversed(self._made):
+            if used is None or not used.is_relative_to(folder):
+                with suppress(OSError):  # somebody else works in it
+                    folder.rmdir()
 
 
 STAMP = Stamp()

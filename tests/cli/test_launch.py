@@ -35,10 +35,12 @@ def test_a_sweep_in_one_process_runs_every_job_and_tells_each_failure_once(tmp_p
 
 def test_a_sweep_on_own_ranks_goes_on_after_one_rank_failed(tmp_path: Path) -> None:
     typed_in = tmp_path / "typed_in"
-    typed_in.mkdir()
+    for file in ("train/cat/a.jpg", "train/dog/b.jpg", "val/cat/c.jpg", "val/dog/d.jpg"):  # only their names are read
+        (typed_in / "photos" / file).parent.mkdir(parents=True)
+        (typed_in / "photos" / file).touch()
     ended = run(
-        [*COMMAND, "-m", *TWO_RANKS, "accumulation=range(1,4)", "hydra.job.chdir=true", "+data.root=./photos"],
-        typed_in, STANDIN="fail1", STANDIN_AT="2",
+        [*COMMAND, "-m", *TWO_RANKS, "accumulation=range(1,4)", "hydra.job.chdir=true", "data=image_folder",
+         "data.root=./photos"], typed_in, STANDIN="fail1", STANDIN_AT="2",
     )  # fmt: skip
     (sweep,) = typed_in.glob("multirun/*/*")
     jobs = [summary(sweep / str(n)) for n in range(3)]
@@ -50,7 +52,7 @@ def test_a_sweep_on_own_ranks_goes_on_after_one_rank_failed(tmp_path: Path) -> N
     assert len({pid for job in (jobs[0], jobs[2]) for _, pid, _ in job["seen"]}) == 4
     assert (sweep / "1/train.log").read_text().count("Traceback") == 1
     assert "[rank 1] - a warning of rank 1" in (sweep / "0/train.log").read_text()
-    assert sorted(path.name for path in typed_in.iterdir()) == ["multirun"]
+    assert sorted(path.name for path in typed_in.iterdir()) == ["multirun", "photos"]
     assert left_over(typed_in) == []
 
 

@@ -59,6 +59,11 @@ def test_two_launches_of_one_second_get_two_folders(tmp_path: Path, monkeypatch:
     assert names == ["2030-01-01/00-00-00", "2030-01-01/00-00-00-2", "2030-01-01/00-00-00"]
     assert stamps[0](str(folder)) == str(folder / names[0])
     assert sorted(p.name for p in (folder / "2030-01-01").iterdir()) == ["00-00-00", "00-00-00-2"]
+    stamps[0].release(used=folder / names[0] / "0")
+    stamps[1].release()  # its folder was for nothing
+    assert [p.name for p in (folder / "2030-01-01").iterdir()] == ["00-00-00"]
+    stamps[0].release()
+    assert not folder.exists()
 
 
 def test_input_paths_are_those_of_the_folder_typed_in(tmp_path: Path) -> None:
