@@ -18,7 +18,7 @@ from rich.text import Text
 
 from isobatch.console import Console
 from isobatch.console.plain import evaluation_line, look_lines, plan_lines, result_lines, shows_result
-from isobatch.console.text import Pace, compared, facts, metrics_of, name_of, progress_text, relative, to_log
+from isobatch.console.text import Pace, compared, facts, metrics_of, name_of, progress, relative, to_log
 
 REFRESH_PER_S = 5  # each costs the training about a millisecond of Python, so no more than a person can follow
 WIDEST = 100
@@ -109,22 +109,23 @@ class LiveConsole(Console):
                      width=min(self._out.width, WIDEST))  # fmt: skip
 
     def __rich__(self) -> Text:
-        """The bar, as wide as the terminal leaves room for."""
+        """The bar and what fits beside it."""
         now, step = time.monotonic(), min(self.now, self.total)
-        words = Text()
-        parts = progress_text(self.row) if self.row else ["first step"]
-        for part in (f"{step:,}/{self.total:,}", *parts, self._pace.left(step, now)):
-            label, _, value = part.partition(" ") if part.startswith(("loss", "lr", "scale")) else ("", "", part)
-            if value:
-                words.append("   ")
-                words.append(f"{label} " if label else "", style="dim")
-                words.append(value, style="bold" if label == "loss" else "")
         head = f"  epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}  "
-        room = self._out.width - len(head) - words.cell_len - 1
+        parts = {"count": f"{step:,}/{self.total:,}", **progress(self.row), "left": self._pace.left(step, now)}
+        for least in ("skipped", "scale", "lr", "count", "rate"):  # what a narrow terminal can do without
+            room = self._out.width - len(head) - sum(len(part) + 2 for part in parts.values() if part) - 1
+            if room >= BAR[0]:
+                break
+            parts.pop(least, None)
         line = Text(head, no_wrap=True, overflow="ellipsis", end="")
-        if room >= BAR[0]:
-            line.append_text(_bar(step / self.total, min(room, BAR[1])))
-        return line.append_text(words)
+        line.append_text(_bar(step / self.total, min(max(room, BAR[0]), BAR[1])))
+        for name, part in parts.items():
+            if part:
+                label, _, value = part.partition(" ") if name in ("loss", "lr", "scale") else ("", "", part)
+                line.append(f"  {label} " if label else "  ", style="dim")
+                line.append(value, style="bold" if name == "loss" else "")
+        return line
 
 
 def _bar(done: float, width: int) -> Text:

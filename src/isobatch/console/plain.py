@@ -14,7 +14,7 @@ from isobatch.console.text import (
     facts,
     metrics_of,
     name_of,
-    progress_text,
+    progress,
     relative,
     to_log,
 )
@@ -49,7 +49,7 @@ class PlainConsole(Console):
             return
         self._said = now
         head = f"step {step:>{len(str(self.total))}}/{self.total}, epoch {row['epoch'] + 1}/{self.epochs}"
-        parts = [head, *progress_text(row), self._pace.left(step, now) if step < self.total else ""]
+        parts = [head, *progress(row).values(), self._pace.left(step, now) if step < self.total else ""]
         self.say(", ".join(part for part in parts if part))
 
     def evaluation(self, row: Mapping[str, Any], improved: Sequence[str] = ()) -> None:

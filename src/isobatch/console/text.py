@@ -103,14 +103,16 @@ def facts(summary: Mapping[str, Any], run_dir: str) -> list[tuple[str, str]]:
     return [(label, text) for label, text in pairs if text]
 
 
-def progress_text(row: Mapping[str, Any]) -> list[str]:
-    """loss, lr and samples/s of the last logged step."""
-    parts = [f"loss {value_of('train/loss', row['train/loss'])}", f"lr {row['train/lr']:.3g}"]
+def progress(row: Mapping[str, Any]) -> dict[str, str]:
+    """The last logged step by name: loss, lr, scale and skipped where they mean something, rate."""
+    if not row:
+        return {}
+    parts = {"loss": f"loss {value_of('train/loss', row['train/loss'])}", "lr": f"lr {row['train/lr']:.3g}"}
     if row.get("train/loss_scale", 1) != 1:
-        parts.append(f"scale {row['train/loss_scale']:,.0f}")
+        parts["scale"] = f"scale {row['train/loss_scale']:,.0f}"
     if row.get("train/skipped_steps"):
-        parts.append(f"{row['train/skipped_steps']} skipped")
-    return [*parts, rate(row.get("perf/samples_per_s"))]
+        parts["skipped"] = f"{row['train/skipped_steps']} skipped"
+    return {**parts, "rate": rate(row.get("perf/samples_per_s"))}
 
 
 class Pace:
