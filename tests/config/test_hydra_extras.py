@@ -99,7 +99,7 @@ def test_the_help_screen_lists_every_group_and_fits_one() -> None:
     assert sum("train.py" in line for line in screen.splitlines()) >= 5
     assert len(screen.splitlines()) <= 50
     assert max(map(len, screen.splitlines())) <= 120
-    assert "\n    " + "isobatch".ljust(16) + "-m" in hydra_extras.help_screen(conf, "/somewhere/bin/isobatch")
+    assert "\n  " + "isobatch".ljust(16) + "-m" in hydra_extras.help_screen(conf, "/somewhere/bin/isobatch")
 
 
 def test_composing_and_checking_imports_no_torch() -> None:
