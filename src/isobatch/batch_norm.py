@@ -67,9 +67,9 @@ class ShardStatistics:
     """All running means and variances of a model as views of one flat tensor, so that a shard costs two small copies."""
 
     def __init__(self, model: nn.Module):
-        layers = [layer for layer in tracking_layers(model) if layer.training]
+        layers: list[Any] = [layer for layer in tracking_layers(model) if layer.training]
         values = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
-        self.counts = [layer.num_batches_tracked for layer in layers]
+        self.counts: list[Tensor] = [layer.num_batches_tracked for layer in layers]
         self.flat: Tensor | None = None
         if values:
             self.flat = torch.cat([v.reshape(-1) for v in values])
@@ -85,7 +85,7 @@ class ShardStatistics:
     def begin(self) -> None:
         if self.flat is not None:
             self.base.copy_(self.flat)
-            self.base_counts = torch._foreach_add(self.counts, 0)
+            self.base_counts = list(torch._foreach_add(self.counts, 0))
 
     def enter(self) -> None:
         """Before a shard's forward: start from the window's base."""

@@ -141,7 +141,7 @@ class Loop:
         state = self.state
         model = state.model if state.ema is None else state.ema.module
         result = self.evaluator(model)
-        row = {"step": state.step, "update": state.update, "samples": state.samples, **result}
+        row: dict[str, Any] = {"step": state.step, "update": state.update, "samples": state.samples, **result}
         self.last_eval, state.evaluated = result, state.step
         improved = self.checkpointer.options.improved(state.best, result, state.step)
         memory = self.ranks.gather_objects(hardware.peak_memory_mb(self.parts.device)) or []

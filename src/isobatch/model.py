@@ -53,7 +53,7 @@ class Timm:
         if info.num_classes < 1:
             raise ConfigError("model.name", self.name, f"a classifier needs classes, and data={info.name} has none",
                               "set model=linear or model=mlp")  # fmt: skip
-        rates = {k: v for k, v in (("drop_rate", self.drop_rate), ("drop_path_rate", self.drop_path_rate)) if v}
+        rates: dict[str, Any] = {k: v for k, v in (("drop_rate", self.drop_rate), ("drop_path_rate", self.drop_path_rate)) if v}
         try:
             model = timm.create_model(
                 self.arch, pretrained=self.pretrained, num_classes=info.num_classes, in_chans=info.in_chans,
@@ -63,7 +63,7 @@ class Timm:
             raise ConfigError("model.arch", self.arch, f"timm could not build it ({error})",
                               "check model.kwargs, model.pretrained and model.checkpoint_path") from None  # fmt: skip
         if self.grad_checkpointing:
-            model.set_grad_checkpointing(True)
+            model.set_grad_checkpointing(True)  # type: ignore[operator]
         return model
 
 

@@ -59,7 +59,7 @@ class Timm:
         name = self.opt.lower()
         if name.split("_")[-1] not in optim.list_optimizers():
             near = difflib.get_close_matches(name, optim.list_optimizers(), n=3, cutoff=0.4) or ["adamw"]
-            raise ConfigError("optimizer.opt", self.opt, "timm has no such optimizer", f"try {', '.join(near)}")
+            raise ConfigError("optimizer.opt", self.opt, "timm has no such optimizer", f"try {', '.join(map(str, near))}")
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError("optimizer.opt", self.opt, "the model has no trainable parameter", "choose another model")
         lr = self.lr * (effective_batch / self.reference_batch if self.reference_batch else 1.0)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isobatch.batch_norm import tracking_layers
 from isobatch.errors import JobFailed
 from isobatch.unused import trainable, without_gradient
 
@@ -104,7 +105,9 @@ def distributed_data_parallel(model: nn.Module, ranks: Ranks, device: torch.devi
     if options.reduce_dtype is not None or options.gradient_predivide is not None:
         dtype = None if options.reduce_dtype is None else getattr(torch, options.reduce_dtype)
         before = float(ranks.world_size if options.gradient_predivide is None else options.gradient_predivide)
-        wrapped.register_comm_hook((dtype, before, ranks.world_size / before), mean_hook)
+        state = dtype, before, ranks.world_size / before
+        # a lambda, because torch checks annotations and cannot read those of a module with postponed evaluation
+        wrapped.register_comm_hook(state, lambda state, bucket: mean_hook(state, bucket))
     return wrapped
 
 
@@ -158,9 +161,15 @@ class ShardedDataParallel(nn.DataParallel):
         super().__init__(model, device_ids=devices, output_device=devices[0])
 
     def forward(self, inputs: Tensor) -> Any:
-        if len(self.shard_sizes) > 1:
-            return super().forward(inputs)
-        return self.module(inputs)
+        if len(self.shard_sizes) == 1:
+            return self.module(inputs)
+        output = super().forward(inputs)
+        average_statistics(self.module, self.copies)
+        return output
+
+    def replicate(self, module: nn.Module, device_ids: Any) -> Any:
+        self.copies = super().replicate(module, device_ids)
+        return self.copies
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         (batch,) = inputs
@@ -168,3 +177,13 @@ class ShardedDataParallel(nn.DataParallel):
         chunks = torch.split(batch, [views * size for size in self.shard_sizes])
         moved = tuple((c.to(d, non_blocking=True),) for c, d in zip(chunks, self.device_ids, strict=False))
         return moved, tuple({} for _ in moved)
+
+
+@torch.no_grad()
+def average_statistics(model: nn.Module, copies: list[nn.Module]) -> None:
+    """Bring the running statistics of all `copies` together in `model`: torch would keep those of the first alone."""
+    of_copies = [[b for layer in tracking_layers(c) for b in (layer.running_mean, layer.running_var)] for c in copies]
+    mine = [b for layer in tracking_layers(model) for b in (layer.running_mean, layer.running_var)]
+    for buffer, *others in zip(mine, *of_copies, strict=True):
+        assert buffer is not None
+        buffer.copy_(torch.stack([o.to(buffer.device) for o in others if o is not None]).mean(0))

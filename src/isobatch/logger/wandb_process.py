@@ -70,8 +70,8 @@ def open_run(wandb: Any, job: dict[str, Any], began: float) -> Any:
     # `samples` and not W&B's own step: it means the same for every batch size, and a resumed run goes on in it
     run.define_metric("samples")
     run.define_metric("*", step_metric="samples")
-    folder = os.path.dirname(run.settings.files_dir.rstrip("/")) if mode == "offline" else ""
-    say("started", mode=mode, id=run.id, url=(run.url or "") if mode == "online" else "", folder=folder,
+    run_folder = os.path.dirname(run.settings.files_dir.rstrip("/")) if mode == "offline" else ""
+    say("started", mode=mode, id=run.id, url=(run.url or "") if mode == "online" else "", folder=run_folder,
         seconds=time.monotonic() - began)  # fmt: skip
     return run
 

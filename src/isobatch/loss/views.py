@@ -65,7 +65,7 @@ class Agreement:
         self.views: Any = JsdCrossEntropy(num_splits, alpha, 0.0)
         # timm's own takes class indices only; this one also takes the probabilities that mixup makes
         self.plain = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
-        self.views.cross_entropy_loss = self.plain
+        self.views.cross_entropy_loss = self.plain  # type: ignore[assignment]
         self.num_splits = num_splits
 
     def __call__(self, output: Tensor, targets: Tensor | Viewed) -> Tensor:

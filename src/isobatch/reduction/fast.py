@@ -68,9 +68,9 @@ class FastReducer:
         return self.ranks.all_reduce(loss)
 
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
-        """Take what the forward made of the running statistics, `flat` (n,)."""
-        flat = _wide(flat)
-        self.buffers = flat.clone() if self.buffers is None else self.buffers.add_(flat)
+        """Take what the forward made of the running statistics, `flat` (n,): the mean over the micro batch's shards."""
+        flat, shards = _wide(flat), len(micro.shards)
+        self.buffers = flat * shards if self.buffers is None else self.buffers.add_(flat, alpha=shards)
 
     def mean_buffers(self, flat: Tensor) -> Tensor:
         """Mean of what was added over the window's filled shards, shaped as `flat` (n,). A collective."""
