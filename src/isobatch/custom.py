@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.checks import choice
 from isobatch.data.base import DataInfo, Reading, Split, Splits
 from isobatch.errors import ConfigError
+from isobatch.loss import Loss
 from isobatch.model import BATCH_NORM
 from isobatch.sampler import TAILS
 
@@ -49,13 +50,12 @@ class CustomModel:
 
 
 @dataclass(frozen=True)
-class CustomLoss:
+class CustomLoss(Loss):
     """`f(**kwargs)` -> criterion `(output, target) -> scalar`, a mean over the samples."""
 
     name: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
     factory: ClassVar[Callable[..., Any]]
-    averages = True
 
     def build(self) -> Any:
         return called("loss", self)
@@ -80,7 +80,7 @@ class CustomSampler:
         import torch
 
         order = torch.as_tensor(called("sampler", self, epoch, n, seed), dtype=torch.int64)
-        if order.shape != (n,) or n and not 0 <= int(order.min()) <= int(order.max()) < n:
+        if order.shape != (n,) or (n and not 0 <= int(order.min()) <= int(order.max()) < n):
             raise ConfigError("sampler.name", self.name, f"gave an order of shape {tuple(order.shape)} for {n} samples",
                               f"return {n} indices from 0 to {n - 1}")  # fmt: skip
         return order

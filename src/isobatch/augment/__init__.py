@@ -7,7 +7,7 @@ shard, so that it is the same on every hardware plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.checks import choice, within
 from isobatch.errors import ConfigError
@@ -96,9 +96,9 @@ class Simple(NoAugment):
         crop = ("resized" if files else "pad") if self.crop == "auto" else self.crop
         return SampleTransform(
             crop=crop, scale=(self.scale[0], self.scale[1]), ratio=(self.ratio[0], self.ratio[1]),
-            padding=self.padding, flip=self.flip, color_jitter=self.color_jitter, policy=self.policy_name, erase=self.erase, mean=mean, std=std,
-            interpolation=getattr(data, "interpolation", "bilinear"), size=getattr(data, "image_size", None),
-            value_range=getattr(data, "value_range", (0.0, 1.0)),
+            padding=self.padding, flip=self.flip, color_jitter=self.color_jitter, policy=self.policy_name,
+            erase=self.erase, mean=mean, std=std, interpolation=getattr(data, "interpolation", "bilinear"),
+            size=getattr(data, "image_size", None), value_range=getattr(data, "value_range", (0.0, 1.0)),
         )  # fmt: skip
 
     def batch_transform(self, info: DataInfo, seed: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -123,7 +123,7 @@ class RandAugment(Simple):
 
     name: str = "randaugment"
     policy: str = "rand-m9-mstd0.5-inc1"
-    kinds = ("rand",)
+    kinds: ClassVar[tuple[str, ...]] = ("rand",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,7 +142,7 @@ class AutoAugment(RandAugment):
 
     name: str = "autoaugment"
     policy: str = "original-mstd0.5"
-    kinds = ("original", "originalr", "v0", "v0r", "3a")
+    kinds: ClassVar[tuple[str, ...]] = ("original", "originalr", "v0", "v0r", "3a")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class AugMix(RandAugment):
 
     name: str = "augmix"
     policy: str = "augmix-m3-w3"
-    kinds = ("augmix",)
+    kinds: ClassVar[tuple[str, ...]] = ("augmix",)
 
 
 TABLE: dict[str, Any] = {

@@ -40,7 +40,8 @@ class CsvFile(ImageFileOptions):
         classes = sorted(set(train[1]), key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
         unknown = sorted(set(evaluation[1]) - set(classes))
         if unknown:
-            raise ConfigError("data.eval_csv", self.eval_csv, f"has labels that {self.train_csv} lacks: {', '.join(unknown[:3])}",
+            raise ConfigError("data.eval_csv", self.eval_csv,
+                              f"has labels that {self.train_csv} lacks: {', '.join(unknown[:3])}",
                               f"add such samples to {self.train_csv}, or take them out")  # fmt: skip
         return train, evaluation, classes
 
