@@ -1,0 +1,151 @@
+"""DDP where parameters get no gradient, where ranks get no shard, and how gradients are added over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import on_ranks, train
+from precision_probes import PLAIN_SGD, QUIET, ConvNorm, SometimesUnused, data_of, model_of
+from torch import nn
+
+from isobatch.errors import ConfigError, JobFailed
+from isobatch.parallel import DistributedDataParallel
+from isobatch.unused import without_gradient
+
+# 7 samples in windows of 5 and 2: with micro 2 the shards of a window hold 2, 2, 1 and then 1, 1 and none
+SAMPLES = torch.tensor([[-1.0, 0.5], [2.0, 1.0], [-3.0, 1.5], [-4.0, 2.0], [-5.0, 2.5], [6.0, 3.0], [-7.0, 3.5]]) / 10
+TARGETS = torch.arange(7.0).unsqueeze(1)
+WORDS = (*QUIET, "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "optimizer.lr=0.01", "loss=mse",
+         "optimizer.decay_norms_and_biases=true", "steps=4", "eval_every=100", "batch.effective=5")  # fmt: skip
+
+
+def probe() -> tuple[str, ...]:
+    return (*WORDS, *model_of("sometimes_unused", lambda info: SometimesUnused()), *data_of("seven", SAMPLES, TARGETS))
+
+
+def ranks_train(world_size: int, folder: Path, *words: str) -> list[Any]:
+    def work(ranks: Any) -> Any:
+        return train(folder, "parallel=ddp", *words, ranks=ranks)
+
+    return on_ranks(world_size, folder, work)
+
+
+@pytest.mark.parametrize(("world_size", "micro"), [(2, 1), (3, 2), (4, 2)])
+def test_unused_parameters_are_found_and_stay_without_gradient(tmp_path: Path, world_size: int, micro: int) -> None:
+    """`never` is in no output, `second` in some shards only, and ranks idle in the tail (all but one of 4 with 2)."""
+    words = (*probe(), f"batch.micro={micro}")
+    alone = train(tmp_path / "alone", *words)
+    records = ranks_train(world_size, tmp_path / "together", *words)
+    for record in records:
+        assert torch.tensor(record.weights) == pytest.approx(torch.tensor(alone.weights), abs=1e-6)
+    never = slice(-3, None)  # decay and momentum must not touch what has no gradient
+    assert records[0].weights[-1][never] == records[0].weights[0][never]
+
+
+def test_without_unused_parameters_idle_ranks_add_nothing(tmp_path: Path) -> None:
+    """W > V, with batch norm: 5 ranks, 2 shards; the running statistics are those of a single process."""
+    images, labels = torch.randn(10, 1, 8, 8), torch.arange(10)
+    words = (*QUIET, *model_of("conv_norm", lambda info: ConvNorm()), *data_of("ten", images, labels, 10), *PLAIN_SGD,
+             "steps=3", "eval_every=100", "batch.effective=6", "batch.micro=3")  # fmt: skip
+    statistics: list[float] = []
+    look = {"observe": lambda state, parts, data: statistics.append(state.model.norm.running_var.sum().item())}
+    alone = train(tmp_path / "alone", *words, **look)
+
+    def work(ranks: Any) -> Any:
+        seen: list[float] = []
+        record = train(tmp_path / "together", "parallel=ddp", *words, ranks=ranks,
+                       observe=lambda state, parts, data: seen.append(state.model.norm.running_var.sum().item()))  # fmt: skip
+        return record, seen
+
+    for record, seen in on_ranks(5, tmp_path / "together", work):
+        assert record.weights[-1] == pytest.approx(alone.weights[-1], abs=1e-6)
+        assert seen == pytest.approx(statistics, rel=1e-5)
+
+
+def test_false_on_a_model_with_unused_parameters_ends_with_a_hint(tmp_path: Path) -> None:
+    words = (*probe(), "batch.micro=1", "parallel.find_unused_parameters=false")
+
+    def work(ranks: Any) -> str:
+        with pytest.raises(JobFailed) as failure:
+            train(tmp_path, "parallel=ddp", *words, ranks=ranks)
+        return str(failure.value)
+
+    for text in on_ranks(2, tmp_path, work):
+        assert "parallel.find_unused_parameters=auto" in text
+
+
+def test_what_was_chosen_is_said(tmp_path: Path) -> None:
+    def work(ranks: Any) -> str:
+        import logging
+
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger = logging.getLogger("isobatch.wrappers")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        train(tmp_path, "parallel=ddp", *probe(), "batch.micro=1", ranks=ranks)
+        return lines[0]
+
+    assert on_ranks(2, tmp_path, work) == [
+        "parallel.find_unused_parameters=auto: no gradient for 4 of 6 parameters (second.weight, second.bias, "
+        "never.weight, ...), chose true"
+    ] * 2
+
+
+def test_looking_for_unused_parameters_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5))
+    model.register_parameter("spare", nn.Parameter(torch.ones(2)))
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    missed = without_gradient(model, torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(1)))
+    assert missed == [True, False, False, False, False]
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+
+
+def test_reentrant_checkpointing_hides_nothing_that_is_reported() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, inputs):
+            return checkpoint(self.inner, inputs.requires_grad_(), use_reentrant=True)
+
+    assert without_gradient(Hidden(), torch.ones(2, 2)) == [False, False]
+
+
+@pytest.mark.parametrize("words", [("reduce_dtype=float32",), ("reduce_dtype=float16", "gradient_predivide=1")])
+def test_gradients_added_otherwise_have_the_same_mean(tmp_path: Path, words: tuple[str, ...]) -> None:
+    level = ("precision=O2", "precision.loss_scale=16")
+    base = (*probe(), "batch.micro=1", *level)
+    alone = train(tmp_path / "alone", *base)
+    for record in ranks_train(2, tmp_path / "together", *base, *(f"parallel.{word}" for word in words)):
+        assert record.weights[-1] == pytest.approx(alone.weights[-1], abs=2e-3)
+        assert record.weights[-1] != record.weights[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "method"), [("O1", "bin64"), ("O2", "tree"), ("O2", "bin64"), ("O3", "tree"), ("bf16_pure", "bin64")]
+)
+def test_exact_reduction_is_exact_at_every_level(tmp_path: Path, level: str, method: str) -> None:
+    images, labels = torch.randn(18, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(18) % 10
+    words = (*QUIET, *model_of("conv_norm", lambda info: ConvNorm()), *data_of("eighteen", images, labels, 10),
+             "optimizer=adamw", "steps=4", "eval_every=4", "batch.effective=10", "batch.micro=3", "reduction=exact",
+             f"reduction.method={method}", f"precision={level}", "max_grad_norm=1")  # fmt: skip
+    words += ("precision.dtype=float16", "precision.loss_scale=4096") if level == "O1" else ()
+    alone = train(tmp_path / "alone", *words)
+    records = ranks_train(3, tmp_path / "together", *words)
+    assert [record.weights for record in records] == [alone.weights] * 3
+
+
+def test_contradictions_are_refused() -> None:
+    for options, key in (({"reduce_dtype": "int8"}, "reduce_dtype"), ({"gradient_predivide": 0.0}, "gradient_predivide"),
+                         ({"find_unused_parameters": "maybe"}, "find_unused_parameters")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"parallel.{key}"):
+            DistributedDataParallel(**options)
