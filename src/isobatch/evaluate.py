@@ -64,6 +64,21 @@ class Evaluator:
             result["eval/accuracy_top5"] = total[3] / samples
         return result
 
+    @torch.no_grad()
+    def first(self, model: nn.Module, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(inputs, class probabilities, targets) of the first `count` samples, by this rank alone, on the CPU."""
+        modes = [(m, m.training) for m in model.modules()]
+        model.eval()
+        try:
+            request = Request(0, torch.arange(min(count, len(self.split))))
+            inputs, targets = next(iter(self.source.batches(iter([request]))))
+            with self.precision.evaluation(self.device):
+                output = to_fp32(model(inputs))
+        finally:
+            for module, training in modes:
+                module.training = training
+        return inputs.float().cpu(), output.softmax(1).cpu(), targets.cpu()
+
     def _slots(self, model: nn.Module) -> Tensor:
         """(batches, 4) float64: loss summed over samples, samples, correct, correct within the first five."""
         slots = torch.zeros(self.batches(), 4, dtype=torch.float64, device=self.device)

@@ -20,7 +20,7 @@ from isobatch.distributed import Ranks
 from isobatch.errors import JobFailed, Stopped
 from isobatch.evaluate import Evaluator
 from isobatch.logger import Logger
-from isobatch.logger.predictions import predict
+from isobatch.logger.predictions import Predictions
 from isobatch.loss_watch import LossWatch
 from isobatch.run_files import RunFiles
 from isobatch.state import TrainState
@@ -156,9 +156,9 @@ class Loop:
 
     def show_predictions(self, info: DataInfo, count: int) -> None:
         """What the model says of the first `count` evaluated images, to the logger. This rank alone."""
-        model = self.state.model if self.state.ema is None else self.state.ema.module
-        found = predict(self.evaluator, model, info, count)
-        if found is not None:
+        if len(info.shape) == 3 and info.num_classes:
+            model = self.state.model if self.state.ema is None else self.state.ema.module
+            found = Predictions(*self.evaluator.first(model, count), info.class_names, info.mean, info.std)
             self.logger.predictions({"samples": self.state.samples}, found)
 
     def _set_lr(self) -> float:

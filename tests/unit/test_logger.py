@@ -235,11 +235,10 @@ def test_several_loggers_get_everything(tmp_path: Path, environ: Callable[..., N
 def test_predictions_are_pictures_in_a_table(tmp_path: Path, environ: Callable[..., None]) -> None:
     import torch
 
-    from isobatch.data import DataInfo
     from isobatch.logger.predictions import Predictions
 
-    info = DataInfo("tiny", (1, 8, 8), 3, (0.3,), (0.4,), ("cat", "dog", "cow"))
-    shown = Predictions(torch.zeros(2, 1, 8, 8), torch.eye(3)[:2], torch.tensor([0, 2]), info)
+    names = ("cat", "dog", "cow")
+    shown = Predictions(torch.zeros(2, 1, 8, 8), torch.eye(3)[:2], torch.tensor([0, 2]), names, (0.3,), (0.4,))
     node = options("logger", {"name": "wandb", "mode": "offline", "predictions": 2, "system_metrics": False})
     logger = node.build(RunInfo(tmp_path, {"task": "train"}))
     logger.start(PLAN)
