@@ -112,7 +112,8 @@ def _yaml(run: Path, path: Path) -> Any:
             return []
         if path.stat().st_size > SIZE_LIMIT:
             raise ValueError("too large")
-        return yaml.safe_load(path.read_text(encoding="utf-8")) or []
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml refuses deep nesting at once
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=loader) or []
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         problem = f"its {path.name} cannot be read ({type(error).__name__})"
         raise ConfigError("resume", run, problem, "use another run folder") from None

@@ -41,8 +41,8 @@ def test_case_12_resume_in_mid_epoch_reads_every_sample_once(tmp_path: Path, acc
 
 
 def test_case_15_the_loss_scale_goes_on(tmp_path: Path) -> None:
-    setting = (*mean_probe([i / 12 for i in IDS]), "epochs=null", "steps=6", "batch.effective=4", "optimizer.lr=0.01", "precision=amp",
-               "precision.dtype=float16", "precision.loss_scale=1024", "precision.growth_interval=2")  # fmt: skip
+    setting = (*mean_probe([i / 12 for i in IDS]), "epochs=null", "steps=6", "batch.effective=4", "optimizer.lr=0.01",
+               "precision=amp", "precision.dtype=float16", "precision.loss_scale=1024", "precision.growth_interval=2")  # fmt: skip
     train_and_stop(tmp_path / "part", 5, *setting)
     assert state_of(tmp_path / "part")["scaler"] == {"scale": 4096.0, "_growth_tracker": 1}
     seen = []
@@ -157,7 +157,7 @@ def test_case_23_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Pat
         assert state_of(run)["counters"]["step"] == 2
     rest = train(run, *setting, "checkpoint.resume=auto")
     assert rest.weights == whole.weights[2:]
-    assert [row for row in rows(run, "step")] == [row for row in rows(tmp_path / "whole", "step")]
+    assert rows(run, "step") == rows(tmp_path / "whole", "step")
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["best", "last", "step-4", "step-6"]
     for name in ("last", "step-6", "best"):
         cut(run / "checkpoints" / name / "state.pt")

@@ -18,7 +18,8 @@ PREFIXES = ("module.", "_orig_mod.")
 # per-parameter state that has its parameter's shape in every optimizer that has it
 LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
                   "sum", "exp_avg_diff", "exp_inf", "exp_avg_max"}  # fmt: skip
-GROUP_STATE = {"step", "lookahead_step"}  # counted per group by some of timm's optimizers; the rest are settings
+# counted per group by some of timm's optimizers, and what the schedule set last; the rest of a group are settings
+GROUP_STATE = {"step", "lookahead_step", "lr"}
 
 
 def strip_prefixes(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def fitted_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer)
             _check_entry(f"{number}.{name}"[:40], str(name), value, shapes[number])
     merged = []
     for group, now in zip(groups, current["param_groups"], strict=True):
-        counted = {k: v for k, v in group.items() if k in GROUP_STATE and (k in now or type(v) in (int, Tensor))}
+        counted = {k: v for k, v in group.items() if k in GROUP_STATE and type(v) in (int, float, Tensor)}
         merged.append({**now, **counted})
     return {"state": entries, "param_groups": merged}
 

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,17 @@ class HashedFile:
     def flush(self) -> None:
         self.file.flush()
 
-    def close(self) -> dict[str, Any]:
-        """Force it to the disk; returns its manifest entry."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        """Force it to the disk, unless writing it has failed already."""
+        with suppress(OSError) if kind else nullcontext(), self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says of it."""
         return {"bytes": self.size, "sha256": self.hash.hexdigest()}
 
 
@@ -83,9 +89,8 @@ class Folder:
 
     def publish(self, part: Path, step: int, files: dict[str, Any], names: list[str]) -> None:
         """Make `part` the checkpoint `step-<step>`, and each of `names` (last, best) another name for its files."""
-        manifest = HashedFile(part / MANIFEST)
-        manifest.write(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=2).encode() + b"\n")
-        manifest.close()
+        with HashedFile(part / MANIFEST) as manifest:
+            manifest.write(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=2).encode() + b"\n")
         fsync_folder(part)
         numbered = f"step-{step}"
         self._place(part, numbered)

@@ -99,9 +99,9 @@ class Checkpointer:
         part = self.folder.begin()
         self.existed = True
         files: dict[str, Any] = {}
-        state_file = HashedFile(part / STATE)
-        torch.save(tree, state_file)  # type: ignore[arg-type]  # it only writes
-        files[STATE] = state_file.close()
+        with HashedFile(part / STATE) as file:
+            torch.save(tree, file)  # type: ignore[arg-type]  # it only writes
+        files[STATE] = file.entry()
         weights = {name: tensor.contiguous() for name, tensor in (tree["ema"] or tree["model"]).items()}
         save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
         files[WEIGHTS] = hash_of(part / WEIGHTS)
