@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.checks import choice
+from isobatch.checks import choice, positive
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,7 @@ class Exact:
 
     `method`: `tree` (a fixed binary tree over the shards, fp32), `bin64` (one fp64 accumulator per element at an
     offset), `auto` (tree up to 64 shards, then bin64: by the number of shards alone, since the method changes bits).
+    `bucket_mb`: size of the pieces in MiB that are sent while backward still runs; changes no bit.
     """
 
     name: str = "exact"
@@ -49,6 +50,7 @@ class Exact:
 
     def __post_init__(self) -> None:
         choice("reduction.method", self.method, ("auto", "tree", "bin64"))
+        positive("reduction.bucket_mb", self.bucket_mb)
 
     def build(self, working: WorkingCopy, strategy: Any, plan: BatchPlan, ranks: Ranks, device: torch.device) -> Any:
         from isobatch.reduction.exact import build

@@ -92,7 +92,7 @@ class ExactReducer:
     # -- a window ------------------------------------------------------------------------------------------------
     def begin(self, window: Window) -> None:
         self.window = window
-        self.current: int | None = None
+        self.current = -1  # the shard that runs; none yet
         self.touched = [False] * len(self.parameters)
         self.started = 0
         self.losses = torch.zeros_like(self.losses)  # the loop may still hold the last window's
@@ -163,7 +163,7 @@ class ExactReducer:
 
         False = run the window once more (decided by all ranks together).
         """
-        self.early = self.current is not None and not self.repeats
+        self.early = self.current >= 0 and not self.repeats
         while self.started < len(self.buckets):
             self._start()
         for part in self.sums[max(0, len(self.sums) - UNDER_WAY + 1) :]:
@@ -178,7 +178,7 @@ class ExactReducer:
                 parameter = self.parameters[i]
                 # a half parameter with a master holds an fp32 gradient, which is handed to the master as it is
                 dtype = parameter.grad_dtype or parameter.dtype
-                parameter.grad = None if largest[i] < 0 else value.to(dtype)
+                parameter.grad = None if value is None or largest[i] < 0 else value.to(dtype)
         return True
 
     def _agree(self) -> list[float]:

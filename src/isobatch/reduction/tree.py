@@ -77,9 +77,9 @@ class Partial(NamedTuple):
 
 def fold(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
     """left + right, in place of `left`."""
-    both = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a is not None and b is not None]
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
-        torch._foreach_add_([left[i] for i in both], [right[i] for i in both])
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
@@ -178,8 +178,9 @@ class TreeSum:
 
 def place(views: list[Tensor], values: list[Tensor | None]) -> None:
     """Copy `values` into flat memory, -0.0 for None."""
-    present = [i for i, value in enumerate(values) if value is not None]
+    present = [(view, value) for view, value in zip(views, values, strict=True) if value is not None]
     if present:
-        torch._foreach_copy_([views[i] for i in present], [values[i] for i in present])
-    for i in set(range(len(values))).difference(present):
-        views[i].fill_(-0.0)
+        torch._foreach_copy_([view for view, _ in present], [value for _, value in present])
+    for view, value in zip(views, values, strict=True):
+        if value is None:
+            view.fill_(-0.0)

@@ -1,0 +1,89 @@
+"""reduction=exact: weights, EMA, optimizer state and every logged number, bit for bit, on every hardware plan."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import DDP, DP, ONE, OPTIMIZERS, PRECISIONS, Plan, Trace, differences, job, traces
+
+QUICK = [*product(PRECISIONS, OPTIMIZERS, ["tree"]), ("fp32", "adamw", "bin64"), ("fp16", "sgd", "bin64")]
+FULL = [*product(PRECISIONS, OPTIMIZERS, ["tree", "bin64"])]
+
+
+def jobs(steps: int, cells: list[tuple[str, str, str]]) -> dict[str, Any]:
+    return {
+        "-".join(cell): job(*PRECISIONS[cell[0]], *OPTIMIZERS[cell[1]], "reduction=exact", f"reduction.method={cell[2]}",
+                            f"steps={steps}", f"eval_every={steps}")
+        for cell in cells
+    }  # fmt: skip
+
+
+def on_one_process(folder: Path, made: dict[str, Any]) -> dict[str, Trace]:
+    found = {name: ranks[0] for name, ranks in traces(folder, ONE, made, limit_s=3000).items()}
+    kinds = {tuple(name.split("-")[:2]) for name in made}
+    assert len({t.weights for t in found.values()}) >= len(kinds), "every precision and optimizer is a training of its own"
+    for name, trace in found.items():
+        assert (trace.skipped > 0) == name.startswith("fp16")
+        assert (trace.reruns > 0) == name.endswith("bin64"), "the first window finds its units"
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+    return on_one_process(tmp_path_factory.mktemp("one"), jobs(6, QUICK))
+
+
+@pytest.mark.parametrize("plan", [*DP, *DDP], ids=lambda plan: plan.name)
+def test_every_plan_trains_the_same_bits(tmp_path: Path, one: dict[str, Trace], plan: Plan) -> None:
+    for name, ranks in traces(tmp_path, plan, jobs(6, QUICK)).items():
+        assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_plan_trains_the_same_bits_for_200_steps(tmp_path: Path) -> None:
+    made = jobs(200, FULL)
+    expected = on_one_process(tmp_path / "one", made)
+    for plan in (*DP, *DDP):
+        for name, ranks in traces(tmp_path, plan, made, limit_s=3000).items():
+            assert differences(expected[name], ranks) == [], f"{plan.name}: {name}"
+
+
+@pytest.mark.parametrize("method", ["tree", "bin64"])
+def test_a_run_goes_on_with_other_ranks_in_mid_epoch(tmp_path: Path, method: str) -> None:
+    made = job("reduction=exact", f"reduction.method={method}", "steps=7", "eval_every=7", "scheduler=constant",
+               "checkpoint=default", "checkpoint.every=3", "checkpoint.keep=9")  # fmt: skip
+    expected = traces(tmp_path, ONE, {"whole": made})["whole"][0]
+    traces(tmp_path, DDP[1], {"begun": made})
+    begun = tmp_path / DDP[1].name / "begun"
+    for plan in (ONE, DDP[0], DDP[2]):
+        rest = {**made, "resume": str(begun), "checkpoint": {**made["checkpoint"], "load": "step-3"}}
+        for rank in traces(tmp_path, plan, {"rest": rest})["rest"]:
+            assert (rank.weights, rank.ema, rank.optimizer) == (expected.weights, expected.ema, expected.optimizer)
+
+
+@pytest.mark.parametrize("method", ["tree", "bin64"])
+def test_float64_and_empty_shards_and_more_ranks_than_samples(tmp_path: Path, method: str) -> None:
+    """An epoch of 8 samples in windows of 6 one-sample shards: the last window fills two of them."""
+    made = job("reduction=exact", f"reduction.method={method}", "data.samples=8", "batch.effective=6", "batch.micro=1",
+               "steps=6", "eval_every=6")  # fmt: skip
+    made["model"] = {"name": "equivalence_float64"}
+    expected = traces(tmp_path, ONE, {"all": made})["all"][0]
+    for plan in (DP[0], DDP[0], DDP[2], DDP[5]):
+        assert differences(expected, traces(tmp_path, plan, {"all": made})["all"]) == []
+
+
+def test_exact_is_the_plain_sum_up_to_rounding(tmp_path: Path) -> None:
+    made = {m: job("optimizer=sgd", "optimizer.lr=0.05", "steps=6", "eval_every=6", *r)
+            for m, r in {"fast": (), "tree": ("reduction=exact", "reduction.method=tree"),
+                         "bin64": ("reduction=exact", "reduction.method=bin64")}.items()}  # fmt: skip
+    for each in made.values():
+        each["model"] = {"name": "equivalence_plain"}  # no batch norm, every parameter in use
+    found = {name: ranks[0].flat for name, ranks in traces(tmp_path, ONE, made).items()}
+    for method in ("tree", "bin64"):
+        assert torch.allclose(torch.tensor(found[method]), torch.tensor(found["fast"]), rtol=0, atol=1e-6)
+        assert found[method] != found["fast"]
