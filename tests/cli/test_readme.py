@@ -1,0 +1,108 @@
+"""Every command of the README runs as it stands there, only shorter (a few steps, small models)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHORT = "epochs=null steps=2 logger=none eval_every=2"
+# a part of a command -> what is added to it instead of SHORT ("": it is short already)
+ADDED = {
+    "photos": f"{SHORT} model=mlp batch.effective=6 batch.micro=2 data.image_size=32",
+    "hydra.run.dir=runs/first": "model=mlp logger=none",
+    "resume=runs/first epochs": "",
+    "task=evaluate": "",
+    "task=plan": "",
+    "experiment=article": "",
+    "reduction=exact sweep": "steps=2 model=mlp",
+    "experiment=equivalence": "steps=2 model=mlp",
+    "experiment=strategies": "steps=3 model=mlp data.image_size=8 data.samples=96",
+    "isobatch.report": "",
+}
+SKIPPED = ("make ", "pip ")  # installing: CI does it before these tests
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(("#", *SKIPPED))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a user's clone looks, with some photos."""
+    from PIL import Image
+
+    clone = tmp_path_factory.mktemp("clone")
+    shutil.copy(ROOT / "train.py", clone)
+    shutil.copytree(ROOT / "examples", clone / "examples")
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            (clone / "photos" / split / label).mkdir(parents=True)
+            for i in range(6):
+                Image.new("RGB", (40, 40), (40 * i, 90, 20)).save(clone / "photos" / split / label / f"{i}.jpg")
+    return clone
+
+
+def shortened(command: str) -> list[str]:
+    words = shlex.split(command)
+    extra = next((more for part, more in ADDED.items() if part in command), SHORT)
+    return [*words, *extra.split()]
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
+    while "=" in words[0] and not words[0].startswith("python"):
+        name, _, value = words.pop(0).partition("=")
+        environ[name] = value
+    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_readme_runs(command: str, folder: Path) -> None:
+    done = run(shortened(command), folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr, done.stderr[-2000:]
+
+
+def test_the_tests_above_found_the_commands() -> None:
+    found = commands()
+    assert "python train.py" in found
+    assert len(found) >= 15
+    for part in ADDED:
+        assert any(part in command for command in found), f"no command with {part} any more"
+
+
+def test_promised_files_exist_after_a_run(folder: Path) -> None:
+    done = run(["python", "train.py", "model=mlp", "logger=none", "epochs=null", "steps=2", "hydra.run.dir=runs/files"], folder)
+    assert done.returncode == 0, done.stderr
+    made = folder / "runs" / "files"
+    for name in ("config.yaml", ".hydra", "plan.json", "metrics.jsonl", "summary.json", "train.log", "checkpoints/last"):
+        assert (made / name).exists(), name
+    summary = json.loads((made / "summary.json").read_text())
+    assert summary["state"] == "completed"
+    assert summary["error"] is None
+    keys = {"state", "steps", "updates", "skipped_steps", "samples", "plan", "final", "best", "weights_sha256", "time", "perf",
+            "ranks", "error"}  # fmt: skip
+    assert keys <= set(summary)
+    assert {"effective_batch", "micro_batch", "num_replicas", "accumulation_steps", "num_shards", "world_size"} <= set(
+        summary["plan"]
+    )
+
+
+def test_links_and_files_named_in_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if "://" not in target:
+            assert (ROOT / target).exists(), target
