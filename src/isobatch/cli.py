@@ -42,6 +42,7 @@ def one_job(cfg: DictConfig) -> float | None:
     job = HydraConfig.get()
     run_dir = Path(job.runtime.output_dir)
     sweep = job.mode == RunMode.MULTIRUN
+    plain: dict[str, Any] = {}
     hydra_extras.STAMP.release(run_dir)
     try:
         plain = plain_config(cfg, Path(job.runtime.cwd))
@@ -55,6 +56,9 @@ def one_job(cfg: DictConfig) -> float | None:
     except Stopped as stop:
         raise SystemExit(stop.exit_code) from None
     except ConfigError as refusal:
+        if sweep and sweeps.skipped(plain, refusal, run_dir):
+            tell(f"isobatch: job {job.job.num} skipped: {refusal}")
+            return None
         tell(f"isobatch: {refusal}")
         line, code = str(refusal), refusal.exit_code
     except launch.RankFailed as failure:

@@ -114,9 +114,12 @@ class SweepOptions:
     Args:
         tolerance: every job has to train what the first one does: largest relative distance of weights and losses
             (0: to the bit; null: do not ask). The sweep ends with exit code 1 when one does not.
+        skip_unavailable: a job that this machine cannot run (too few devices, a precision it lacks) is listed as skipped
+            with the reason, and does not make the sweep fail.
     """
 
     tolerance: float | None = None
+    skip_unavailable: bool = False
 
     def __post_init__(self) -> None:
         if self.tolerance is not None:
@@ -137,6 +140,7 @@ class Settings:
     log_every: int = 10
     eval_every: int | None = None
     log_weights: int = 0
+    warmup: int = 0
     resume: str | None = None
     allow_contract_change: bool = False
     imports: list[str] = field(default_factory=list)
@@ -148,6 +152,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         choice("task", self.task, ("train", "evaluate", "plan"))
+        within("warmup", self.warmup, 0, 1e9)
         choice("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", self.seed, "is not in 0 .. 2^63-1", "set seed=0")

@@ -50,6 +50,12 @@ def peak_memory_mb(device: torch.device) -> float:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, 1)  # Linux counts KiB
 
 
+def wait(device: torch.device) -> None:
+    """Return when the device has done what it was given, so that a clock read next is true."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 

@@ -45,6 +45,11 @@ class Clock:
     def restart(self) -> None:
         self._since = time.perf_counter()
 
+    def forget(self) -> None:
+        """Begin anew: what was timed so far was warm-up."""
+        self.train_s = 0.0
+        self.restart()
+
 
 @dataclass
 class Loop:
@@ -63,6 +68,7 @@ class Loop:
     eval_every: int
     stop_requested: Callable[[], int]
     log_weights: int = 0
+    warmup: int = 0
     clock: Clock = field(default_factory=Clock)
     trained_samples: int = 0
     watch: LossWatch = field(default_factory=LossWatch)
@@ -87,6 +93,7 @@ class Loop:
             self._between_steps(0)  # a stop came between this step and its evaluation
         logged_samples = state.samples
         logged_s = self.clock.train_s
+        timed_from = state.step + self.warmup
         for data in self.feed.windows(state.step, self.total_steps):
             lr = self._set_lr()
             log_now = (state.step + 1) % self.log_every == 0 or state.step + 1 == self.total_steps
@@ -101,10 +108,15 @@ class Loop:
                 row = self._row(data, lr, norm)
                 seconds = self.clock.lap()
                 row["perf/samples_per_s"] = (state.samples - logged_samples) / max(seconds - logged_s, 1e-9)
-                row["time_s"] = seconds
+                if state.step > timed_from:
+                    row["time_s"] = seconds
                 logged_samples, logged_s = state.samples, seconds
                 self._log(row)
                 self.logger.watch(row, state.model)
+            if self.warmup and state.step == timed_from:
+                hardware.wait(self.parts.device)
+                self.clock.forget()
+                self.trained_samples, logged_samples, logged_s = 0, state.samples, 0.0
             self.console.advance(state.step, data.window.epoch)
             if self.clock.first_step is None:
                 self.clock.first_step = time.time()

@@ -171,7 +171,7 @@ class Run:
             schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
-            stop_requested=lambda: STOP.requested, log_weights=config.log_weights, clock=Clock(),
+            stop_requested=lambda: STOP.requested, log_weights=config.log_weights, warmup=config.warmup, clock=Clock(),
         )  # fmt: skip
 
     def seeder(self, module: torch.nn.Module) -> Any:

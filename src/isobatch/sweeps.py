@@ -40,6 +40,20 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
     return ("go on" if (run_dir / "checkpoints").is_dir() else "again"), None
 
 
+MACHINE = ("parallel", "precision")  # groups whose refusals may be this machine's fault
+
+
+def skipped(plain: Mapping[str, Any], refusal: ConfigError, run_dir: Path) -> bool:
+    """Whether `sweep.skip_unavailable` takes `refusal` for a skipped job; then its summary says so."""
+    asked = (plain.get("sweep") or {}).get("skip_unavailable")
+    if not asked or refusal.key.partition(".")[0] not in MACHINE:
+        return False
+    path = run_dir / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"error": str(refusal)}
+    path.write_text(json.dumps({**summary, "state": "skipped"}, indent=2) + "\n", encoding="utf-8")
+    return True
+
+
 def say(word: str, number: int, run_dir: Path) -> str:
     """One line for a person; empty for a new job."""
     return {
