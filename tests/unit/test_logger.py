@@ -19,6 +19,7 @@ from wandb_standin import KEY, StandIn, bare_environ, offline_files, read_offlin
 from isobatch.config import options
 from isobatch.errors import ConfigError
 from isobatch.logger import Logger, RunInfo, access, job_facts
+from isobatch.logger.weights_and_biases import choose_id
 
 PLAN = {"effective_batch": 48, "micro_batch": 16, "accumulation_steps": 3}
 SUMMARY = {"state": "completed", "steps": 4, "samples": 192, "best": {"eval/accuracy": 0.9},
@@ -139,7 +140,19 @@ def test_what_an_agent_sets_wins(tmp_path: Path, environ: Callable[..., None]) -
     (tmp_path / "elsewhere").mkdir()
     environ(WANDB_MODE="offline", WANDB_RUN_ID="given1", WANDB_PROJECT="theirs", WANDB_ENTITY="them",
             WANDB_SWEEP_ID="sw1", WANDB_DIR=str(tmp_path / "elsewhere"))  # fmt: skip
-    logger = record(tmp_path / "run", project="mine")
+
+    def rows_reach_the_disk() -> None:
+        """While the run goes on: what a machine that dies would lose."""
+        end, began = time.monotonic() + 60, 0.0
+        while time.monotonic() < end:
+            files = offline_files(tmp_path)
+            began = began or (time.monotonic() if files else 0.0)
+            if files and files[0].stat().st_size > 7 and len(read_offline(files[0]).values("train/loss")) == 4:
+                break
+            time.sleep(0.1)
+        assert began and time.monotonic() - began < 8  # wandb's own interval is 15 s
+
+    logger = record(tmp_path / "run", project="mine", before_finish=rows_reach_the_disk)
     (file,) = offline_files(tmp_path)
     assert file.is_relative_to(tmp_path / "elsewhere")
     meta = read_offline(file).meta
@@ -249,6 +262,24 @@ def test_predictions_are_pictures_in_a_table(tmp_path: Path, environ: Callable[.
     assert [row[1:] for row in table["data"]] == [["cat", "cat", 1.0, True], ["dog", "cow", 1.0, False]]
     staged = [path for path in (tmp_path / ".local").rglob("*") if path.is_file()]  # an artifact, for `wandb sync`
     assert sum(path.read_bytes().startswith(b"\x89PNG") for path in staged) >= 1
+
+
+@pytest.mark.parametrize(
+    ("task", "resume", "sweep", "continues"),
+    [
+        ("train", "old", False, True), ("train", None, False, True), ("evaluate", "old", False, False),
+        ("train", "old", True, False),  # -m resume=old optimizer.lr=1,2: two runs, and neither is the old one
+        ("train", None, True, True), ("train", "run", True, True),  # the sweep's own job, resumed where it lies
+    ],
+)  # fmt: skip
+def test_which_runs_are_continued(
+    task: str, resume: str | None, sweep: bool, continues: bool, tmp_path: Path, environ: Callable[..., None]
+) -> None:
+    facts = job_facts.JobFacts(tmp_path if sweep else None)
+    plain = {"task": task, "resume": resume and str(tmp_path / resume)}
+    assert (choose_id("abc", facts, RunInfo(tmp_path / "run", plain)) == "abc") == continues
+    environ(WANDB_RUN_ID="given1")
+    assert (choose_id("abc", facts, RunInfo(tmp_path / "run", plain)) == "given1") == (not sweep)
 
 
 def test_facts_of_a_run_without_hydra_or_alone(tmp_path: Path) -> None:

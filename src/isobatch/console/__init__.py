@@ -19,6 +19,9 @@ class Console:
     def plan(self, view: Mapping[str, str], notes: Sequence[str]) -> None:
         """Before training: the batch arithmetic, devices, length, and what this plan cannot keep equal."""
 
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Numbers below each other, after the plan."""
+
     def begin(self, step: int) -> None:
         """Training starts after `step` steps."""
 

@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from isobatch.console import Console
-from isobatch.console.plain import evaluation_line, look_lines, plan_lines, result_lines, shows_result
+from isobatch.console.plain import evaluation_line, look_lines, plan_lines, result_lines, shows_result, table_lines
 from isobatch.console.text import Pace, compared, facts, metrics_of, name_of, progress, relative, to_log
 
-REFRESH_PER_S = 5  # each costs the training about a millisecond of Python, so no more than a person can follow
+REFRESH_PER_S = 4  # each takes the training about a millisecond of Python, so no more than a person can follow
 WIDEST = 100
 BAR = (12, 36)
 
@@ -48,6 +48,15 @@ class LiveConsole(Console):
             parts.append(notes_table)
         self._out.print(self._frame(Group(*parts), "[bold]plan[/]", "cyan"))
         to_log(plan_lines(view, notes))
+
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(box=box.SIMPLE_HEAD, header_style="cyan", padding=(0, 1))
+        for title in head:
+            table.add_column(title, justify="right")
+        for line in rows:
+            table.add_row(*line)
+        self._out.print(table)
+        to_log(table_lines(head, rows))
 
     def begin(self, step: int) -> None:
         self.now = step

@@ -40,6 +40,9 @@ class PlainConsole(Console):
     def plan(self, view: Mapping[str, str], notes: Sequence[str]) -> None:
         self.say(*plan_lines(view, notes))
 
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self.say(*table_lines(head, rows))
+
     def begin(self, step: int) -> None:
         self._pace.begin(step, time.monotonic())
 
@@ -67,6 +70,12 @@ def shows_result(summary: Mapping[str, Any]) -> bool:
 
 def plan_lines(view: Mapping[str, str], notes: Sequence[str]) -> list[str]:
     return ["plan", *columns(list(view.items())), *(f"  note: {note}" for note in notes)]
+
+
+def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Right-aligned columns under `head`."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in (head, *rows)]
 
 
 def evaluation_line(row: Mapping[str, Any], improved: Sequence[str] = ()) -> str:

@@ -65,25 +65,12 @@ class WeightsAndBiasesLogger(Logger):
             raise ConfigError("logger", "wandb", f"wandb cannot be imported ({self._missing})",
                               "pip install wandb, or set logger=none")  # fmt: skip
         facts = job_facts.read(self.info.run_dir)
-        self.run_id = self._id(run_id, facts)
+        self.run_id = choose_id(run_id, facts, self.info)
         if self.access.why:
             log.info("W&B: offline, %s", self.access.why)
         self._post("open", mode=self.access.mode, base_url=self.access.base_url, init=self._init(facts, plan),
                    system_metrics=self.options.system_metrics,
                    finish_timeout_s=self.options.finish_timeout_s)  # fmt: skip
-
-    def _id(self, resumed: str | None, facts: job_facts.JobFacts) -> str:
-        """An agent's id first. Jobs that start from one checkpoint, and evaluations of it, are runs of their own."""
-        given = os.environ.get("WANDB_RUN_ID")
-        if given and facts.sweep is None:
-            return given
-        plain = self.info.plain
-        continues = plain.get("task") != "evaluate" and (
-            facts.sweep is None or Path(plain.get("resume") or ".").resolve() == self.info.run_dir.resolve()
-        )
-        if resumed and continues:
-            return resumed
-        return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
     def _init(self, facts: job_facts.JobFacts, plan: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of wandb.init, without those that an agent has put into the environment."""
@@ -192,6 +179,21 @@ class WeightsAndBiasesLogger(Logger):
         elif kind == "finished" and content["late"]:
             log.warning("W&B: the upload is not complete; `wandb sync %s` completes it", content["folder"])
             self.how_to_look.append(f"wandb sync {content['folder']}")
+
+
+def choose_id(resumed: str | None, facts: job_facts.JobFacts, info: RunInfo) -> str:
+    """An agent's id, else that of the run that is resumed, else a new one.
+
+    Jobs of a sweep that all start from another run's checkpoint, and evaluations of one, are runs of their own.
+    """
+    given = os.environ.get("WANDB_RUN_ID")
+    if given and facts.sweep is None:
+        return given
+    source = info.plain.get("resume")
+    its_own = source is None or Path(source).resolve() == info.run_dir.resolve()
+    if resumed and info.plain.get("task") != "evaluate" and (its_own or facts.sweep is None):
+        return resumed
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
