@@ -37,6 +37,7 @@ from isobatch import (
 from isobatch.batch_plan import resolve_batch
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
+from isobatch.planner.cost import CostOptions
 
 TABLES: dict[str, dict[str, Any]] = {
     "parallel": parallel.TABLE,
@@ -134,8 +135,9 @@ class Settings:
     seed: int = 0
     epochs: int | None = 20
     steps: int | None = None
-    batch: Any = None  # BatchOptions and SweepOptions: built on their own, since OmegaConf cannot fill a frozen
-    sweep: Any = None  # dataclass inside another one
+    batch: Any = None  # BatchOptions, SweepOptions and CostOptions: built on their own, since OmegaConf cannot fill a
+    sweep: Any = None  # frozen dataclass inside another one
+    cost: Any = None
     max_grad_norm: float | None = None
     log_every: int = 10
     eval_every: int | None = None
@@ -194,7 +196,10 @@ def load(plain: Mapping[str, Any]) -> Config:
         ConfigError: an unknown key, a wrong type, a value out of range, a choice that no table has, or settings that
             contradict each other.
     """
-    for name in plain.get("imports") or []:
+    names = plain.get("imports") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError("imports", names, "is no list of modules", "set imports=[my_package.models]")
+    for name in names:
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -203,10 +208,11 @@ def load(plain: Mapping[str, Any]) -> Config:
     scalars = {key: value for key, value in plain.items() if key not in TABLES}
     batch = typed(BatchOptions, scalars.pop("batch", {}), "batch.")
     sweep = typed(SweepOptions, scalars.pop("sweep", {}), "sweep.")
+    cost = typed(CostOptions, scalars.pop("cost", {}), "cost.")
     settings = typed(Settings, scalars, "")
     groups = {group: options(group, plain.get(group)) for group in TABLES}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
-    config = Config(**{**values, **groups, "batch": batch, "sweep": sweep, "plain": dict(plain)})
+    config = Config(**{**values, **groups, "batch": batch, "sweep": sweep, "cost": cost, "plain": dict(plain)})
     check_together(config)
     return config
 
@@ -215,7 +221,7 @@ def options(group: str, node: Any) -> Any:
     """The options dataclass that `node["name"]` names in the group's table, filled from the rest of `node`."""
     table = TABLES[group]
     name = node.get("name") if isinstance(node, Mapping) else None
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         near = difflib.get_close_matches(str(name), table, n=3) or sorted(table)
         raise ConfigError(f"{group}.name", name, f"no such {group}", f"choose one of {', '.join(near)}")
     return typed(table[name], node, group + ".")
@@ -224,6 +230,8 @@ def options(group: str, node: Any) -> Any:
 def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
     """`cls` built from `node` with OmegaConf's conversions; its complaints become one line with the full key."""
     known = {f.name for f in dataclasses.fields(cls)}
+    if not isinstance(node, Mapping):
+        raise ConfigError(prefix.rstrip("."), node, "is a group of settings", f"set {prefix}{min(known)} and others in it")
     for key in node:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1) or sorted(known)

@@ -15,6 +15,7 @@ FREE = {
     "task", "resume", "allow_contract_change", "imports", "log_every", "log_weights", "eval_every", "threads",
     "deterministic", "compile", "channels_last", "on_nonfinite", "epochs", "steps", "batch", "parallel", "accumulation",
     "reduction", "precision", "checkpoint", "logger", "experiment", "plan", "sweep",
+    "cost",
 }  # fmt: skip
 # within groups that are contract otherwise: where and how, not what
 FREE_OPTIONS = {

@@ -74,7 +74,7 @@ class Resume:
         """
         config = self.config
         effective, micro, accumulation = config.batch.effective, config.batch.micro, config.accumulation.steps
-        if self.saved is None or config.task != "train":
+        if self.saved is None or (config.task != "train" and micro != "auto"):
             return effective, micro, accumulation
         before, was = self.saved.state["plan"], self.saved.state["config"].get("accumulation") or {}
         try:

@@ -128,6 +128,8 @@ def check_form(state: Any) -> None:
     if not isinstance(state.get("ema"), dict | None):
         raise Damaged("its ema is no state")
     _plain(state, "state", 0)
+    for section in ("config", "plan", "identity", "counters"):
+        _plain(state[section], section, 0, tensors=False)
     counters = state["counters"]
     for name in COUNTERS:
         if type(counters.get(name)) is not int or not 0 <= counters[name] < 2**53:
@@ -143,7 +145,7 @@ def check_form(state: Any) -> None:
         raise Damaged("its logger run id is none")
 
 
-def _plain(value: Any, where: str, depth: int) -> None:
+def _plain(value: Any, where: str, depth: int, tensors: bool = True) -> None:
     import torch
 
     if depth > MAX_DEPTH:
@@ -152,11 +154,11 @@ def _plain(value: Any, where: str, depth: int) -> None:
         for key, inner in value.items():
             if not isinstance(key, str | int):
                 raise Damaged(f"{where[:60]} has a key that is neither text nor a number")
-            _plain(inner, f"{where}.{key}", depth + 1)
+            _plain(inner, f"{where}.{key}", depth + 1, tensors)
     elif isinstance(value, list | tuple):
         for inner in value:
-            _plain(inner, where, depth + 1)
-    elif isinstance(value, torch.Tensor):
+            _plain(inner, where, depth + 1, tensors)
+    elif isinstance(value, torch.Tensor) and tensors:
         dense = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
         # a tensor that claims more elements than it stores would fill the memory when it is copied
         if not dense or value.untyped_storage().nbytes() < value.numel() * value.element_size():
