@@ -1,0 +1,105 @@
+"""How long an update takes on more replicas than there are here: compute as measured, a ring all-reduce as computed.
+
+No torch: the config reads this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isobatch.batch_plan import Batch, ceil_div
+from isobatch.checks import positive, within
+
+REPLICAS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """The network between replicas, for `task=plan`.
+
+    Args:
+        bandwidth_gb_s: GB/s (10^9 bytes) that a replica sends while it receives as much; null: no cost model.
+        latency_us: microseconds of one message from a replica to the next.
+    """
+
+    bandwidth_gb_s: float | None = None
+    latency_us: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.bandwidth_gb_s is not None:
+            positive("cost.bandwidth_gb_s", self.bandwidth_gb_s)
+        within("cost.latency_us", self.latency_us, 0, 1e9)
+
+    def all_reduce_s(self, nbytes: int, replicas: int) -> float:
+        """Seconds of a ring all-reduce: 2 (R - 1) messages in a row, each of n / R bytes (Patarasuk and Yuan 2009)."""
+        assert self.bandwidth_gb_s is not None
+        messages = 2 * (replicas - 1)
+        return messages * (nbytes / replicas / (self.bandwidth_gb_s * 1e9) + self.latency_us * 1e-6)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one micro step here: forward and backward of `samples` samples."""
+
+    samples: int
+    forward_s: float
+    backward_s: float
+
+    @property
+    def sample_s(self) -> float:
+        return (self.forward_s + self.backward_s) / self.samples
+
+
+@dataclass(frozen=True)
+class Row:
+    """One update on `replicas` replicas. Times in ms, efficiencies in 0 .. 1.
+
+    Args:
+        efficiency: against one replica with the same effective batch.
+        grown: against one replica when the effective batch grows with the replicas: another training.
+    """
+
+    replicas: int
+    micro_batch: int
+    accumulation_steps: int
+    compute_ms: float
+    all_reduce_ms: float
+    update_ms: float
+    samples_per_s: float
+    efficiency: float
+    grown: float
+
+
+def row(batch: Batch, replicas: int, measured: Measured, nbytes: int, options: CostOptions) -> Row:
+    """
+    Args:
+        batch: as planned; on more replicas the micro batch shrinks to what one replica gets, on fewer they accumulate.
+        nbytes: of all gradients as they are sent.
+    """
+    here = Batch(batch.effective, min(batch.micro, ceil_div(batch.effective, replicas)), replicas)
+    largest = ceil_div(here.effective, here.num_shards)
+    compute = here.accumulation_steps * largest * measured.sample_s
+    all_reduce = options.all_reduce_s(nbytes, replicas)
+    share = measured.backward_s / measured.samples
+    update = compute + max(0.0, all_reduce - largest * share)
+    alone = batch.effective * measured.sample_s
+    grown = alone + max(0.0, all_reduce - min(batch.micro, batch.effective) * share)
+    return Row(replicas, here.micro, here.accumulation_steps, compute * 1e3, all_reduce * 1e3, update * 1e3,
+               here.effective / update, alone / (replicas * update), alone / grown)  # fmt: skip
+
+
+def rows(batch: Batch, measured: Measured, nbytes: int, options: CostOptions) -> list[Row]:
+    """From 1 to 4,096 replicas, and the number that is planned."""
+    counts = sorted({*REPLICAS, batch.num_replicas})
+    return [row(batch, count, measured, nbytes, options) for count in counts]
+
+
+HEAD = ("replicas", "micro batch", "micro steps", "compute ms", "all-reduce ms", "update ms", "samples/s", "efficiency",
+        "batch grows")  # fmt: skip
+
+
+def table(found: list[Row]) -> list[tuple[str, ...]]:
+    """The rows as text, under HEAD."""
+    return [(f"{r.replicas:,}", str(r.micro_batch), str(r.accumulation_steps), f"{r.compute_ms:.2f}",
+             f"{r.all_reduce_ms:.2f}", f"{r.update_ms:.2f}", f"{r.samples_per_s:,.0f}", f"{100 * r.efficiency:.1f} %",
+             f"{100 * r.grown:.1f} %") for r in found]  # fmt: skip

@@ -1,0 +1,186 @@
+"""Memory of one replica: what is there all the time, counted on a copy without data, and what a micro batch adds."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isobatch.batch_plan import Batch
+from isobatch.config import Config
+
+MB = 2**20
+
+
+class Saved(NamedTuple):
+    """One thing the forward leaves for the backward: bytes of a new storage, or of the gradient of a weight it used."""
+
+    nbytes: int
+    gradient: int
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that one replica holds in every step; `optimizer` is None where it could not be told without a step.
+
+    Args:
+        weights: of the model, with buffers. working: half copy that computes (O2). sums: partial sums of reduction=exact.
+        sent: of the gradients as replicas exchange them.
+    """
+
+    weights: int
+    working: int
+    gradients: int
+    optimizer: int | None
+    ema: int
+    sums: int
+    sent: int
+
+    @property
+    def beside(self) -> int:
+        """All but weights and gradients, which a trial has by itself."""
+        return (self.optimizer or 0) + self.ema + self.sums
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.working + self.gradients + self.beside
+
+
+def resident(config: Config, model: nn.Module, batch: Batch) -> Resident:
+    """Counted on a copy on the meta device, where one step of the optimizer costs no memory and next to no time."""
+    plan_model = on_meta(model)
+    weights = plan_model
+    working = config.precision.working_copy(plan_model)  # O3 makes the model itself half
+    trained = [p for p in working.module.parameters() if p.requires_grad]
+    masters = {id(p) for p in weights.parameters()}
+    copied = [p for p in working.module.parameters() if id(p) not in masters]
+    several = batch.num_replicas > 1 and config.parallel.num_processes > 1
+    gradients = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained)
+    if several and working.pairs:  # DDP's buckets have the half weights' dtype and stay beside the masters' gradients
+        gradients += nbytes(half for half, _ in working.pairs)
+    dtype = getattr(config.parallel, "reduce_dtype", None)
+    sent = sum(p.numel() * (getattr(torch, dtype) if dtype else p.dtype).itemsize for p in trained)
+    average = nbytes(state_of(weights)) if config.ema.name != "none" and not getattr(config.ema, "device", None) else 0
+    if average and any(p.dtype.itemsize == 2 for p in weights.parameters()):
+        average = sum(4 * t.numel() for t in state_of(weights))  # a half model has an fp32 average
+    return Resident(nbytes(state_of(weights)), nbytes(copied), gradients, optimizer_state(config, weights, batch),
+                    average, sums(config, batch, gradients), sent)  # fmt: skip
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose tensors have shapes and dtypes but no data."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+                            for p in model.parameters()}  # fmt: skip
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+def state_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def optimizer_state(config: Config, model: nn.Module, batch: Batch) -> int | None:
+    """Bytes of the state that the optimizer has after a step on a `model` without data; None if it needs data."""
+    options = config.optimizer
+    if getattr(options, "fused", False) is not False:
+        options = dataclasses.replace(options, fused=False)  # fused kernels want a real device; the state is the same
+    try:
+        optimizer = options.build(model, batch.effective)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    state = optimizer.state.values()
+    return nbytes(value for entry in state for value in _tensors(entry) if value.numel() > 1)  # not the step counts
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def sums(config: Config, batch: Batch, gradients: int) -> int:
+    """reduction=exact: partial sums along the tree of a replica's shards, or one float64 per weight."""
+    if not config.reduction.exact:
+        return 0
+    if config.reduction.resolved_method(batch.num_shards) == "bin64":
+        return 2 * gradients
+    return gradients * (batch.accumulation_steps.bit_length() - 1 + (batch.num_replicas > 1))
+
+
+def saved_tensors(module: nn.Module, given: Sequence[Tensor], loss: Callable[[], Tensor]) -> list[Saved]:
+    """What `loss()` saves for its backward, each storage once; weights, buffers and `given` are there anyway."""
+    parameters = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
+    seen = {t.untyped_storage().data_ptr() for t in (*module.buffers(), *given)}
+    found: list[Saved] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in seen:
+            seen.add(key)  # alive until the backward, so no other storage gets its address
+            weight = parameters.get(key)
+            if weight is None:
+                found.append(Saved(storage.nbytes(), 0))
+            elif weight.requires_grad:
+                found.append(Saved(0, weight.numel() * (weight.grad_dtype or weight.dtype).itemsize))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = loss()
+    del kept
+    return found
+
+
+def peak(saved: Sequence[Saved], gradients: int, all_gradients: bool) -> int:
+    """Largest sum of saved tensors, gradients and what flows between layers, at any moment of the backward.
+
+    The backward goes through `saved` from its end, frees what it has used and leaves gradients. Beside that the gradient
+    of a layer's output and of its input are there: as large as the two largest of its neighbourhood.
+
+    Args:
+        gradients: bytes of all gradients. all_gradients: they are there before the backward begins (accumulation, DDP).
+    """
+    left, made, highest = sum(s.nbytes for s in saved), 0, gradients
+    for i in reversed(range(len(saved))):
+        flowing = sum(sorted(s.nbytes for s in saved[max(0, i - 1) : i + 2])[-2:])
+        made += saved[i].gradient
+        highest = max(highest, left + flowing + (gradients + saved[i].gradient if all_gradients else made))
+        left -= saved[i].nbytes
+    return highest
+
+
+def available_bytes() -> int:
+    """Main memory that this process's machine or container still has."""
+    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    meminfo = _read("/proc/meminfo")
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            found = [int(line.split()[1]) * 1024]  # counts caches that would be given back
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit.strip().isdigit() and used.strip().isdigit():
+        cached = [int(line.split()[1]) for line in _read("/sys/fs/cgroup/memory.stat").splitlines()
+                  if line.startswith("inactive_file ")]  # fmt: skip
+        found.append(int(limit) - int(used) + sum(cached))
+    return max(0, min(found))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

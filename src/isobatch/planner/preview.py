@@ -1,0 +1,109 @@
+"""What a run calls before its first step: the world that is planned for, memory and time, as numbers and as words."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from isobatch.batch_plan import Batch
+from isobatch.config import Config
+from isobatch.data import Splits
+from isobatch.distributed import Ranks
+from isobatch.launch import devices
+from isobatch.planner import cost, memory
+from isobatch.planner.memory import MB, Resident
+from isobatch.planner.trial import Trial, is_out_of_memory
+
+log = logging.getLogger(__name__)
+
+
+class AbsentRanks(Ranks):
+    """A world that is planned for but not there: it counts as asked, and its only member talks to itself."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return tensor
+
+    def agree(self, value: int) -> int:
+        return value
+
+    def broadcast_object(self, obj: Any) -> Any:
+        return obj
+
+    def gather_objects(self, obj: Any) -> list[Any] | None:
+        return [obj]
+
+
+def world(config: Config, ranks: Ranks) -> Ranks:
+    """The ranks that the plan counts: those that are there, but for task=plan those that the config asks for."""
+    if config.task != "plan" or ranks.world_size > 1:
+        return ranks
+    asked = config.parallel.num_processes or max(1, devices.count_gpus())
+    return AbsentRanks(0, asked, 0, asked)
+
+
+@dataclass
+class Preview:
+    """`view`: label -> text for the plan; `record`: for plan.json; `notes`; `table`: rows of the cost model."""
+
+    view: dict[str, str] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    table: list[tuple[str, ...]] = field(default_factory=list)
+
+
+def preview(config: Config, model: nn.Module, splits: Splits, batch: Batch, device: torch.device) -> Preview:
+    """Memory without activations, which costs milliseconds; for task=plan all of it, by running a micro batch."""
+    try:
+        resident = memory.resident(config, model, batch)
+    except Exception as error:  # an estimate that fails must not stop a training (a model that cannot be copied, say)
+        log.debug("no memory estimate: %s", error)
+        return Preview()
+    parts = {"weights": resident.weights, "half copy": resident.working, "gradients": resident.gradients,
+             "optimizer": resident.optimizer, "average": resident.ema, "exact sums": resident.sums}  # fmt: skip
+    listed = ", ".join(f"{name} {_mb(size)}" for name, size in parts.items() if size is None or size or name == "optimizer")
+    found = Preview({"memory": f"{listed}: {_mb(resident.total)} MB per replica, without activations"})
+    found.record["memory_mb"] = {name.replace(" ", "_"): None if size is None else round(size / MB, 3)
+                                 for name, size in parts.items()}  # fmt: skip
+    if config.task == "plan":
+        _measure(found, listed, resident, config, model, splits, batch, device)
+    return found
+
+
+def _measure(found: Preview, listed: str, resident: Resident, config: Config, model: nn.Module, splits: Splits,
+             batch: Batch, device: torch.device) -> None:  # fmt: skip
+    try:
+        trial = Trial(config, model, splits, device)
+        saved = trial.saved(batch.micro)
+        measured = None if config.cost.bandwidth_gb_s is None else trial.timed(batch.micro)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        found.notes.append(f"a micro batch of {batch.micro} does not fit on {device}: lower batch.micro, or set it to auto")
+        return
+    activations = sum(s.nbytes for s in saved)
+    all_gradients = batch.accumulation_steps > 1 or batch.num_replicas > 1
+    inputs = sum(t.numel() * t.element_size() for t in trial.one) * batch.micro
+    highest = resident.total - resident.gradients + inputs + memory.peak(saved, resident.gradients, all_gradients)
+    found.view["memory"] = (f"{listed}, activations {_mb(activations)} of a micro batch of {batch.micro}: "
+                            f"{_mb(highest)} MB per replica at the peak")  # fmt: skip
+    found.record["memory_mb"] |= {"activations": round(activations / MB, 3), "peak": round(highest / MB, 3)}
+    if measured is None:
+        return
+    rows = cost.rows(batch, measured, resident.sent, config.cost)
+    found.table = cost.table(rows)
+    found.record["cost"] = {"forward_s": measured.forward_s, "backward_s": measured.backward_s,
+                            "samples": measured.samples, "gradient_bytes": resident.sent,
+                            "rows": [asdict(r) for r in rows]}  # fmt: skip
+    found.notes.append(
+        f"the table takes compute as measured here with a micro batch of {batch.micro} and a ring all-reduce of "
+        f"{_mb(resident.sent)} MB at {config.cost.bandwidth_gb_s:g} GB/s and {config.cost.latency_us:g} us; the last "
+        "column lets the effective batch grow with the replicas, which is another training"
+    )
+
+
+def _mb(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / MB:,.1f}"

@@ -1,0 +1,137 @@
+"""Micro batches of any size on a copy of the model: whether they fit, what they keep in memory, how long they take.
+
+The model itself, its running statistics and the generators never notice.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobatch import batch_norm, hardware, teacher
+from isobatch.config import Config
+from isobatch.data import Splits
+from isobatch.data.device import ToDevice
+from isobatch.data.feed import Request
+from isobatch.data.loader import WorkerSource
+from isobatch.data.samples import Samples
+from isobatch.planner.cost import Measured
+from isobatch.planner.memory import Saved, saved_tensors
+from isobatch.precision.masters import to_fp32
+from isobatch.randomness import isolated_generators
+
+# torch and the libraries below it say it in several ways
+NO_MEMORY = ("out of memory", "can't allocate", "not enough memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+class Trial:
+    """
+    Args:
+        model: as built, before any wrapper; it is copied.
+        ballast: bytes that a training holds beside weights, gradients and activations (optimizer, average).
+    """
+
+    def __init__(self, config: Config, model: nn.Module, splits: Splits, device: torch.device, ballast: int = 0):
+        channels_last = hardware.wants_channels_last(config, device)
+        self.config, self.device, self.ballast = config, device, ballast
+        with self._unnoticed():
+            replica = copy.deepcopy(model)
+            if config.model.batch_norm == "frozen":
+                batch_norm.freeze(replica)
+            replica.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # type: ignore[call-overload]
+            self.working = config.precision.working_copy(replica)
+            self.scaler, self.criterion = config.precision.scaler(device), config.loss.build()
+            self.prepare = config.loss.prepare(
+                config.augment.batch_transform(splits.info, config.seed),
+                lambda chosen: teacher.build(chosen, splits.info, device), config.precision, device, config.seed,
+            )  # fmt: skip
+            source = WorkerSource(Samples(splits.train, config.seed), ToDevice(device, splits.train.info, channels_last))
+            self.one = next(source.batches(iter([Request(0, torch.tensor([0]))])))
+
+    def fits(self, samples: int, steps: int) -> bool:
+        """Whether `steps` micro steps (two: gradients are there already in the second) of `samples` samples run."""
+        try:
+            with self._unnoticed():
+                held = torch.empty(self.ballast, dtype=torch.uint8, device=self.device)
+                for _ in range(steps):
+                    self._step(samples)
+                del held
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            self._clear()
+        return False
+
+    def saved(self, samples: int) -> list[Saved]:
+        """What the forward of `samples` samples keeps for the backward, in order."""
+        with self._unnoticed():
+            inputs, targets = self._batch(samples)
+            found = saved_tensors(self.working.module, (inputs, targets), lambda: self._loss(inputs, targets))
+        self._clear()
+        return found
+
+    def timed(self, samples: int) -> Measured:
+        """The faster of two runs, after one to warm up."""
+        with self._unnoticed():
+            self._step(samples)
+            runs = [self._timed_step(samples) for _ in range(2)]
+        self._clear()
+        forward, backward = min(runs, key=sum)
+        return Measured(samples, forward, backward)
+
+    def _timed_step(self, samples: int) -> tuple[float, float]:
+        inputs, targets = self._batch(samples)
+        start = self._now()
+        loss = self._loss(inputs, targets)
+        middle = self._now()
+        loss.backward()
+        return middle - start, self._now() - middle
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _step(self, samples: int) -> None:
+        self._loss(*self._batch(samples)).backward()
+
+    def _batch(self, samples: int) -> tuple[Tensor, Tensor]:
+        """The first sample, so many times: memory depends on shapes alone."""
+        inputs, targets = (t.repeat(samples, *[1] * (t.ndim - 1)) for t in self.one)
+        if inputs.ndim == 4 and hardware.wants_channels_last(self.config, self.device):
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return self.prepare(inputs, targets, 0, (0,), (samples,)) if self.prepare else (inputs, targets)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.config.precision.autocast(self.device):
+            output = self.working.module(inputs)
+        loss: Tensor = self.scaler.scale(self.criterion(to_fp32(output), targets))
+        return loss
+
+    def _clear(self) -> None:
+        for parameter in self.working.module.parameters():
+            parameter.grad = None
+        if self.device.type == "cuda":
+            gc.collect()  # a failed forward may sit in a cycle of its traceback
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        devices: list[Any] = [self.device] if self.device.type == "cuda" else []
+        with isolated_generators(), torch.random.fork_rng(devices):
+            yield
