@@ -107,6 +107,7 @@ def test_mixing_is_the_shards_own(mode: str, mixup: float, cutmix: float) -> Non
     assert together[1].shape == (9, 10)
     assert together[1].sum(1).tolist() == pytest.approx([1.0] * 9)
     assert not mixed((2,), (4,), step=1, **kind)[1].equal(alone[0][1]), "another step, the same draw"
+    assert not mixed((3,), (4,), **kind)[1].equal(alone[0][1]), "another shard, the same draw"
 
 
 def test_soft_targets_say_what_the_pixels_are_made_of() -> None:
