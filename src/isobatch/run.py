@@ -12,7 +12,7 @@ import torch
 
 from isobatch import batch_norm, hardware, plan_notes, teacher
 from isobatch import config as configuration
-from isobatch.batch_plan import BatchPlan, resolve_batch
+from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import Console, make_console
 from isobatch.data import Split, Splits
@@ -24,6 +24,8 @@ from isobatch.fingerprint import Fingerprint
 from isobatch.launch.signals import STOP
 from isobatch.logger import Logger, RunInfo
 from isobatch.loop import Clock, Loop
+from isobatch.planner import cost, micro
+from isobatch.planner.preview import Preview, preview, world
 from isobatch.randomness import ShardSeeder, seed_everything
 from isobatch.resume import Resume
 from isobatch.run_files import RunFiles
@@ -63,6 +65,7 @@ class Run:
     def __init__(self, config: Config, run_dir: Path, ranks: Ranks):
         self.started = time.time()
         self.config, self.run_dir, self.ranks = config, run_dir, ranks
+        self.world = world(config, ranks)  # what the plan counts: for task=plan it need not be there
         self.files = RunFiles(run_dir, ranks.is_main)
         self.logger, self.console = Logger(), Console()
         self.loop: Loop | None = None
@@ -73,7 +76,7 @@ class Run:
     def build(self) -> None:
         """Everything up to the first step; refusals come before the first weight is moved."""
         config, ranks = self.config, self.ranks
-        config.parallel.check(ranks)
+        config.parallel.check(self.world)
         self.resume = Resume(config, self.run_dir, ranks)  # refuses before the folder's config is replaced
         self.files.config(configuration.to_yaml(config.plain))
         if ranks.is_main and config.task != "plan":
@@ -84,18 +87,21 @@ class Run:
         self.data_info = splits.info
         seed_everything(config.seed)  # the weights are drawn next, from the seed alone
         model = config.model.build(splits.info)
-        batch = resolve_batch(*self.resume.batch(), config.parallel.num_replicas(ranks, device))
+        batch, chosen = self.choose_batch(model, splits)
         order_size = config.sampler.order_size(len(splits.train))
         plan = BatchPlan(batch, order_size, config.sampler.tail)
         batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
         total = config.steps or config.epochs * plan.windows_per_epoch  # type: ignore[operator]
-        self.plan = {**plan.as_dict(), "world_size": ranks.world_size}
+        self.plan = {**plan.as_dict(), "world_size": self.world.world_size}
+        ahead = preview(config, model, splits, batch, device) if ranks.is_main else Preview()
         self.files.plan({
             **self.plan,
             "steps_per_epoch": plan.windows_per_epoch, "steps": total, "samples_per_epoch": plan.epoch_size,
-            "tail_size": plan.tail_size, "device": hardware.name(device), "parallel": config.parallel.describe(ranks, device),
+            "tail_size": plan.tail_size, "device": hardware.name(device),
+            "parallel": config.parallel.describe(self.world, device),
             "precision": config.precision.describe(device), "batch_norm": batch_norm.describe(model, config.model.batch_norm),
             "identity": (identity := hardware.identity(config, device, threads, batch)),
+            **({"micro_tried": chosen.tried} if chosen.tried else {}), **ahead.record,
         })  # fmt: skip
         facts = {**self.plan, "steps": total, "samples_per_epoch": order_size, "train_samples": len(splits.train),
                  "eval_samples": len(splits.eval), "num_classes": splits.info.num_classes,
@@ -104,10 +110,23 @@ class Run:
         shards_matter = config.model.batch_norm == "shard" and bool(batch_norm.tracking_layers(model))
         resumed = self.resume.check(facts, identity, config.reduction.exact, shards_matter, plan.windows_per_epoch)
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
-        self.console.plan(self.plan_view(plan, total), resumed + plan_notes.notes(config, model, plan, ranks, device))
+        notes = [*resumed, *chosen.words, *plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
+        self.console.plan({**self.plan_view(plan, total), **ahead.view}, notes)
+        if ahead.table:
+            self.console.table(cost.HEAD, ahead.table)
         if config.task == "plan":
             return
         self.assemble(model, splits, plan, total)
+
+    def choose_batch(self, model: torch.nn.Module, splits: Splits) -> tuple[Batch, micro.Choice]:
+        """The batch's integers; batch.micro=auto is settled here, by trying (ranks agree)."""
+        effective, size, accumulation = self.resume.batch()
+        replicas, chosen = self.config.parallel.num_replicas(self.world, self.device), micro.Choice(0)
+        if size == "auto":
+            assert effective is not None  # the config refuses auto without it
+            chosen = micro.choose(self.config, model, splits, effective, accumulation, replicas, self.ranks, self.device)
+            size, accumulation = chosen.micro, None
+        return resolve_batch(effective, size, accumulation, replicas), chosen
 
     def plan_view(self, plan: BatchPlan, total: int) -> dict[str, str]:
         """The plan as a person reads it: label -> text."""
@@ -116,7 +135,7 @@ class Run:
         return {
             "effective batch": f"{batch.effective} = {batch.num_shards} shard(s) of up to {batch.micro}",
             "replicas": f"{batch.num_replicas} x {batch.accumulation_steps} micro step(s)",
-            "parallel": config.parallel.describe(self.ranks, self.device),
+            "parallel": config.parallel.describe(self.world, self.device),
             "precision": config.precision.describe(self.device),
             "reduction": config.reduction.describe(batch.num_shards),
             "epoch": f"{plan.epoch_size} samples in {plan.windows_per_epoch} updates{tail}",

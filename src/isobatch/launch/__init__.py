@@ -68,6 +68,8 @@ def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
         count = 1
     else:
         count = options.num_processes or max(1, devices.count_gpus())  # 0: one per GPU
+        if config.task == "plan":
+            count = 1  # a world is planned for without being started (planner/preview.py)
     shown = devices.visible_devices(parallel.get("devices"), os.environ.get(devices.VARIABLE))
     if count > 1 or not devices.can_show(shown):
         environ = {**os.environ, devices.VARIABLE: shown} if shown is not None else dict(os.environ)
