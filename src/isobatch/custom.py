@@ -159,7 +159,7 @@ class Augmented:
         return getattr(self.dataset, name)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        from isobatch.data.pixels import as_pixels
+        from isobatch.pixels import as_pixels
 
         image, target = self.dataset[index]
         return self.transform(as_pixels(image)), target

@@ -14,8 +14,8 @@ from PIL import Image
 
 from isobatch.config import options
 from isobatch.data.files import Names
-from isobatch.data.pixels import center_box, read_image, scaled
 from isobatch.errors import ConfigError
+from isobatch.pixels import center_box, read_image, scaled
 
 
 def photo(path: Path, size: tuple[int, int] = (96, 64), seed: int = 0, **save: Any) -> Path:

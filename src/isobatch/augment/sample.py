@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from isobatch.data.pixels import Box, resize
+from isobatch.pixels import Box, resize
 
 
 @dataclass

@@ -45,7 +45,7 @@ class ImageFiles:
     def __init__(self, root: Path, names: Sequence[str], labels: Sequence[int], options: ImageFileOptions, transform: Any):
         import torch
 
-        from isobatch.data import pixels
+        from isobatch import pixels
 
         self.root, self.names, self.options, self.transform = str(root), Names(names), options, transform
         self.labels = torch.tensor(labels, dtype=torch.int64)

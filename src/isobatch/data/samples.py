@@ -104,7 +104,7 @@ def stacked(values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)
     if not isinstance(first, Tensor):
         if hasattr(first, "getbands"):  # a PIL image
-            from isobatch.data.pixels import as_pixels
+            from isobatch.pixels import as_pixels
 
             values = [as_pixels(value) for value in values]
         else:
