@@ -79,11 +79,8 @@ def test_29_without_the_package(tmp_path: Path) -> None:
     (tmp_path / "blocked" / "wandb.py").write_text("raise ImportError('blocked')\n")
     environ = {**bare_environ(tmp_path), "PYTHONPATH": str(tmp_path / "blocked")}
     words = [word for word in TINY if not word.startswith("logger.")]
-    assert command(*words, "steps=1", "logger=none", environ=environ).returncode == 0
-    done = command(*words, "steps=1", environ=environ)
-    assert done.returncode == 2 and not done.stdout.count("evaluation")
-    (line,) = [line for line in done.stderr.splitlines() if "wandb" in line]
-    assert line.startswith("isobatch: logger=wandb: wandb cannot be imported (blocked)") and "logger=none" in line
+    done = command(*words, "steps=1", "logger=none", environ=environ)  # with logger=wandb: unit/test_logger.py
+    assert done.returncode == 0 and "evaluation at step 1" in done.stdout, done.stderr
 
 
 def test_29_online_without_a_key_is_refused_at_once(tmp_path: Path) -> None:
