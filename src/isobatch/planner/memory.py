@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ from isobatch.batch_plan import Batch
 from isobatch.config import Config
 
 MB = 2**20
+SAME_MODEL = "full", "autocast"  # levels of precision whose working copy is the model as it is
 
 
 class Saved(NamedTuple):
@@ -54,10 +58,9 @@ class Resident:
 
 
 def resident(config: Config, model: nn.Module, batch: Batch) -> Resident:
-    """Counted on a copy on the meta device, where one step of the optimizer costs no memory and next to no time."""
-    plan_model = on_meta(model)
-    weights = plan_model
-    working = config.precision.working_copy(plan_model)  # O3 makes the model itself half
+    """Counted without touching `model`: half precision and the optimizer run on tensors without data."""
+    weights = model if config.precision.name in SAME_MODEL else on_meta(model)  # a copy costs a tenth of a second
+    working = config.precision.working_copy(weights)  # O3 makes the model itself half
     trained = [p for p in working.module.parameters() if p.requires_grad]
     masters = {id(p) for p in weights.parameters()}
     copied = [p for p in working.module.parameters() if id(p) not in masters]
@@ -91,19 +94,32 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def optimizer_state(config: Config, model: nn.Module, batch: Batch) -> int | None:
-    """Bytes of the state that the optimizer has after a step on a `model` without data; None if it needs data."""
-    options = config.optimizer
-    if getattr(options, "fused", False) is not False:
-        options = dataclasses.replace(options, fused=False)  # fused kernels want a real device; the state is the same
+    """Bytes of the state that the optimizer has after a step, from a step without data; None if it needs data.
+
+    One parameter stands for all of its shape: a network has few shapes and many layers.
+    """
+    kinds = Counter((p.shape, p.dtype) for p in model.parameters() if p.requires_grad)
+    stand_ins = nn.Module()
+    for i, (shape, dtype) in enumerate(kinds):
+        stand_ins.register_parameter(f"kind{i}", nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+    # fused kernels want a real device, layers a real model; the state is the same without
+    without = {key: value for key, value in (("fused", False), ("layer_decay", None)) if hasattr(config.optimizer, key)}
+    words = logging.getLogger("isobatch.optimizer")
+    before, words.disabled = words.disabled, True  # what it has to say is said when the training builds it
     try:
-        optimizer = options.build(model, batch.effective)
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        optimizer.step()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        optimizer = dataclasses.replace(config.optimizer, **without).build(stand_ins, batch.effective)
+        for parameter in stand_ins.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        with warnings.catch_warnings(action="ignore"):
+            optimizer.step()
+    except (RuntimeError, TypeError, ValueError):
         return None
-    state = optimizer.state.values()
-    return nbytes(value for entry in state for value in _tensors(entry) if value.numel() > 1)  # not the step counts
+    finally:
+        words.disabled = before
+    return sum(
+        count * nbytes(t for t in _tensors(optimizer.state.get(parameter)) if t.numel() > 1)  # not the step counts
+        for parameter, count in zip(stand_ins.parameters(), kinds.values(), strict=True)
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -147,15 +163,17 @@ def saved_tensors(module: nn.Module, given: Sequence[Tensor], loss: Callable[[],
 
 
 def peak(saved: Sequence[Saved], gradients: int, all_gradients: bool) -> int:
-    """Largest sum of saved tensors, gradients and what flows between layers, at any moment of the backward.
+    """Largest sum of saved tensors, gradients and what flows between layers, at any moment of a window.
 
-    The backward goes through `saved` from its end, frees what it has used and leaves gradients. Beside that the gradient
-    of a layer's output and of its input are there: as large as the two largest of its neighbourhood.
+    The gradients of the window before are there until a forward has ended. The backward then goes through `saved` from
+    its end, frees what it has used and leaves gradients; beside that the gradient of a layer's output and of its input
+    are there, as large as the two largest of its neighbourhood.
 
     Args:
-        gradients: bytes of all gradients. all_gradients: they are there before the backward begins (accumulation, DDP).
+        gradients: bytes of all gradients. all_gradients: they are there in the backward too (accumulation, DDP).
     """
-    left, made, highest = sum(s.nbytes for s in saved), 0, gradients
+    left, made = sum(s.nbytes for s in saved), 0
+    highest = left + gradients
     for i in reversed(range(len(saved))):
         flowing = sum(sorted(s.nbytes for s in saved[max(0, i - 1) : i + 2])[-2:])
         made += saved[i].gradient

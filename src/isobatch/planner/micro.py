@@ -14,7 +14,7 @@ from isobatch.data import Splits
 from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError
 from isobatch.planner import memory
-from isobatch.planner.trial import Trial
+from isobatch.planner.trial import Trial, is_out_of_memory
 
 SHARE = 0.8  # of the main memory that is free: the rest is for data workers, messages and other programs
 FEW = 2, 4  # samples that the estimate before a trial on a CPU is drawn from
@@ -103,24 +103,30 @@ class Search:
 
     def _fits(self, micro: int) -> bool:
         if micro not in self.tried:
-            batch = Batch(self.effective, micro, self.num_replicas)
-            resident = memory.resident(self.config, self.model, batch)
-            trial = Trial(self.config, self.model, self.splits, self.device, resident.beside)
-            within = self.room is None or self._estimate(trial, micro, batch, resident) <= self.room
-            self.tried[micro] = within and trial.fits(micro, min(2, batch.accumulation_steps))
+            try:
+                self.tried[micro] = self._try(micro)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.tried[micro] = False
         return self.tried[micro]
+
+    def _try(self, micro: int) -> bool:
+        batch = Batch(self.effective, micro, self.num_replicas)
+        resident = memory.resident(self.config, self.model, batch)
+        trial = Trial(self.config, self.model, self.splits, self.device, resident.beside)
+        if self.room is not None and self._estimate(trial, micro, batch, resident) > self.room:
+            return False
+        return trial.fits(micro, min(2, batch.accumulation_steps))
 
     def _estimate(self, trial: Trial, micro: int, batch: Batch, resident: memory.Resident) -> int:
         """Bytes beside the weights, which are in memory already."""
-        if self.few is None:
-            self.few = [trial.saved(n) for n in FEW]
-        small, twice = self.few
-        if len(small) == len(twice):  # a straight line for each tensor: not all of them grow (autocast keeps half weights)
-            steps = (micro - FEW[0]) / (FEW[1] - FEW[0])
-            saved = [memory.Saved(max(0, round(a.nbytes + steps * (b.nbytes - a.nbytes))), a.gradient)
-                     for a, b in zip(small, twice, strict=True)]  # fmt: skip
+        if micro <= FEW[1]:
+            saved = trial.saved(micro)
         else:
-            saved = [memory.Saved(s.nbytes * micro // FEW[1], s.gradient) for s in twice]
+            if self.few is None:
+                self.few = [trial.saved(n) for n in FEW]
+            saved = extrapolated(*self.few, micro)
         all_gradients = batch.accumulation_steps > 1 or batch.num_replicas > 1
         return resident.working + resident.beside + memory.peak(saved, resident.gradients, all_gradients)
 
@@ -133,3 +139,13 @@ class Search:
         if lowered:
             text += "; another rank has room for no more"
         return f"{text}; set batch.micro={chosen} to have the same shards anywhere"
+
+
+def extrapolated(small: list[memory.Saved], twice: list[memory.Saved], micro: int) -> list[memory.Saved]:
+    """What `micro` samples would save, given what FEW save."""
+    if len(small) != len(twice):
+        return [memory.Saved(s.nbytes * micro // FEW[1], s.gradient) for s in twice]
+    # a straight line for each tensor: not all of them grow (autocast keeps half weights)
+    steps = (micro - FEW[0]) / (FEW[1] - FEW[0])
+    return [memory.Saved(max(0, round(a.nbytes + steps * (b.nbytes - a.nbytes))), a.gradient)
+            for a, b in zip(small, twice, strict=True)]  # fmt: skip

@@ -79,18 +79,21 @@ class Trial:
 
     def saved(self, samples: int) -> list[Saved]:
         """What the forward of `samples` samples keeps for the backward, in order."""
-        with self._unnoticed():
-            inputs, targets = self._batch(samples)
-            found = saved_tensors(self.working.module, (inputs, targets), lambda: self._loss(inputs, targets))
-        self._clear()
-        return found
+        try:
+            with self._unnoticed():
+                inputs, targets = self._batch(samples)
+                return saved_tensors(self.working.module, (inputs, targets), lambda: self._loss(inputs, targets))
+        finally:
+            self._clear()
 
     def timed(self, samples: int) -> Measured:
         """The faster of two runs, after one to warm up."""
-        with self._unnoticed():
-            self._step(samples)
-            runs = [self._timed_step(samples) for _ in range(2)]
-        self._clear()
+        try:
+            with self._unnoticed():
+                self._step(samples)
+                runs = [self._timed_step(samples) for _ in range(2)]
+        finally:
+            self._clear()
         forward, backward = min(runs, key=sum)
         return Measured(samples, forward, backward)
 

@@ -1,0 +1,211 @@
+"""The planner: its estimate against the allocator, the cost model, micro batches that matter, what a trial leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from harness import BASE, plain
+
+from isobatch import launch
+from isobatch.batch_plan import Batch, resolve_batch
+from isobatch.config import load
+from isobatch.distributed import Ranks
+from isobatch.planner import cost, memory, micro
+from isobatch.planner.memory import MB, Saved
+from isobatch.planner.preview import AbsentRanks, preview, world
+from isobatch.planner.trial import Trial, is_out_of_memory
+from isobatch.run import Run
+from isobatch.step import train_step
+
+IMAGES = ("logger=none", "threads=1", "data=synthetic", "data.image_size=64", "data.samples=64", "data.eval_samples=4",
+          "checkpoint=none")  # fmt: skip
+VIT = ("model=timm", "model.arch=vit_tiny_patch16_224", "+model.kwargs.img_size=64", "+model.kwargs.patch_size=16")
+
+
+def built(folder: Path, *overrides: str) -> Run:
+    run = Run(load(plain(*overrides)), folder, Ranks())
+    run.build()
+    return run
+
+
+def allocated_at_peak(run: Run, windows: int) -> int:
+    """Bytes that the training steps of `run` allocate at most beyond what there is before them, kernels' scratch included."""
+    from torch.profiler import ProfilerActivity, profile
+
+    loop = run.loop
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for data in loop.feed.windows(0, windows):
+            train_step(loop.state, loop.parts, data)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = highest = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    return highest
+
+
+@pytest.mark.parametrize(
+    ("model", "micro_batch"),
+    [
+        (("model=resnet18",), 32),  # one micro step: gradients come while activations go
+        (("model=timm", "model.arch=test_convnext", "ema=ema"), 8),  # four micro steps
+        ((*VIT, "optimizer=sgd"), 16),
+    ],
+    ids=["resnet18", "test_convnext", "vit_tiny"],
+)
+def test_the_estimate_is_within_15_percent_of_what_the_allocator_sees(tmp_path: Path, model, micro_batch) -> None:
+    words = (*IMAGES, *model, "batch.effective=32", f"batch.micro={micro_batch}")
+    config = load(plain(*words, "task=plan"))
+    splits = config.data.load(None, 0)
+    net = config.model.build(splits.info)
+    found = preview(config, net, splits, Batch(32, micro_batch, 1), torch.device("cpu"))
+    run = built(tmp_path, *words)
+    before = memory.nbytes(memory.state_of(net)) * (2 if "ema=ema" in words else 1)
+    measured = (before + allocated_at_peak(run, 2)) / MB
+    estimate = found.record["memory_mb"]["peak"]
+    print(f"{words[-3:]}: estimate {estimate:.1f} MB, measured {measured:.1f} MB, {estimate / measured - 1:+.1%}")
+    assert estimate == pytest.approx(measured, rel=0.15)
+
+
+def test_the_peak_of_a_backward_worked_out_by_hand() -> None:
+    saved = [Saved(100, 0), Saved(0, 8), Saved(60, 0), Saved(0, 2)]
+    # after the forward 160 + the last window's 10; at the end of backward step 3: 160 + 60 flowing + 2 = 222;
+    # step 2: 160 + 60 + 2 = 222; step 1: 100 + (100 + 60) + 10 = 270; step 0: 100 + 100 + 10
+    assert memory.peak(saved, 10, all_gradients=False) == 270
+    # with accumulation the old gradient is there beside each new one: step 1 has 100 + 160 + 10 + 8
+    assert memory.peak(saved, 10, all_gradients=True) == 278
+    assert memory.peak([Saved(5, 0)], 1000, all_gradients=False) == 1005
+
+
+def test_resident_memory_by_optimizer_and_precision() -> None:
+    def of(*words: str) -> memory.Resident:
+        config = load(plain(*BASE, "model.norm=true", *words))
+        model = config.model.build(config.data.load(None, 0).info)
+        found = memory.resident(config, model, Batch(48, 6, 1))
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert all(p.grad is None for p in model.parameters())
+        return found
+
+    n = 64 * 16 + 16 + 2 * 16 + 16 * 10 + 10  # weights of the layers and the norm
+    adam = of("optimizer=adamw", "reduction=exact", "reduction.method=tree")
+    assert adam.weights == 4 * (n + 2 * 16) + 8 and adam.gradients == 4 * n == adam.sent
+    assert adam.optimizer == 8 * n and not adam.ema and not adam.working
+    assert adam.sums == 3 * 4 * n  # 8 shards: up to 4 partial sums at once, one of which is the gradient
+    sgd = of("optimizer=sgd", "reduction=exact", "reduction.method=bin64", "ema=ema", "ema.device=cpu")
+    assert sgd.optimizer == 4 * n and sgd.sums == 8 * n and sgd.ema == 0
+    assert of("optimizer.opt=lbfgs").optimizer is None
+    half = of("precision=O2", "ema=ema")
+    assert half.working == 2 * (n - 32) and half.gradients == 4 * n and half.weights == adam.weights == half.ema
+    assert of("precision=O3").gradients == 2 * n
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_the_micro_batches_that_matter(replicas: int) -> None:
+    for effective in range(1, 130):
+        found = micro.candidates(effective, None, replicas)
+        assert found == sorted(set(found), reverse=True) and found[-1] == 1
+        by_rule = {resolve_batch(effective, None, steps, replicas).micro for steps in range(1, effective + 1)}
+        assert set(found) == by_rule
+        for m in found:  # no smaller micro batch has as few micro steps
+            steps = Batch(effective, m, replicas).accumulation_steps
+            assert m == 1 or Batch(effective, m - 1, replicas).accumulation_steps > steps
+    assert micro.candidates(48, 3, replicas) == [resolve_batch(48, None, 3, replicas).micro]
+
+
+@pytest.mark.parametrize("limit", range(50))
+def test_bisection_finds_the_largest_that_fits(limit: int) -> None:
+    search = micro.Search.__new__(micro.Search)
+    sizes, asked = micro.candidates(48, None, 1), []
+    search._fits = lambda size: asked.append(size) or size <= limit  # type: ignore[method-assign]
+    assert search.first_that_fits(sizes) == sum(size > limit for size in sizes)
+    assert asked[0] == 48 and len(asked) <= 6
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("x")) and is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(error.value)
+    assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) and not is_out_of_memory(OSError())
+
+
+def test_a_trial_leaves_nothing_behind() -> None:
+    config = load(plain(*BASE, "model.norm=true", "model.drop_rate=0.5"))
+    splits = config.data.load(None, 0)
+    model = config.model.build(splits.info)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    trial = Trial(config, model, splits, torch.device("cpu"), 1000)
+    assert trial.fits(8, 2) and trial.saved(4) and trial.timed(4).sample_s > 0
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in (*model.parameters(), *trial.working.module.parameters()))
+
+
+def test_the_ring_and_the_table_worked_out_by_hand() -> None:
+    options = cost.CostOptions(bandwidth_gb_s=2.0, latency_us=50.0)
+    assert options.all_reduce_s(10**9, 1) == 0
+    # 4 replicas: 6 messages of a quarter of 1 GB at 2 GB/s, and 6 times 50 us
+    assert options.all_reduce_s(10**9, 4) == pytest.approx(6 * 0.125 + 6 * 50e-6)
+    measured = cost.Measured(samples=8, forward_s=0.1, backward_s=0.3)  # 50 ms a sample, 37.5 of them backward
+    row = cost.row(Batch(64, 8, 4), 4, measured, 10**9, options)
+    assert (row.replicas, row.micro_batch, row.accumulation_steps) == (4, 8, 2)
+    assert row.compute_ms == pytest.approx(800) and row.all_reduce_ms == pytest.approx(750.3)
+    assert row.update_ms == pytest.approx(800 + 750.3 - 300)  # the last backward hides 8 samples' worth
+    assert row.efficiency == pytest.approx(3200 / (4 * 1250.3)) and row.grown == pytest.approx(3200 / (3200 + 450.3))
+    wide = cost.row(Batch(64, 8, 4), 128, measured, 10**9, options)
+    assert (wide.micro_batch, wide.accumulation_steps) == (1, 1) and wide.compute_ms == pytest.approx(50)
+    rows = cost.rows(Batch(64, 8, 5), measured, 10**9, options)
+    assert [r.replicas for r in rows] == [1, 2, 4, 5, 8, 16, 64, 256, 1024, 4096]
+    assert rows[0].efficiency == rows[0].grown == 1
+    assert all(len(line) == len(cost.HEAD) for line in cost.table(rows))
+
+
+def test_the_world_that_is_planned_for() -> None:
+    config = load(plain("task=plan", "parallel=ddp", "parallel.nproc=64"))
+    absent = world(config, Ranks())
+    assert isinstance(absent, AbsentRanks) and absent.world_size == 64 == absent.local_world_size and absent.is_main
+    assert absent.agree(3) == 3 and absent.gather_objects("x") == ["x"] and absent.broadcast_object("y") == "y"
+    there = Ranks(1, 2, 1, 2)  # torchrun has started some
+    assert world(config, there) is there
+    assert world(load({**config.plain, "task": "train"}), Ranks()) == Ranks()
+
+
+def test_a_plan_for_64_processes_starts_none(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(launch.spawn, "run_ranks", lambda *args: pytest.fail("started ranks"))
+    launch.run(plain(*BASE, "task=plan", "parallel=ddp", "parallel.nproc=64", "batch.effective=256",
+                     "model.width=512", "cost.bandwidth_gb_s=10"), tmp_path)  # fmt: skip
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["world_size"], plan["num_replicas"], plan["micro_batch"], plan["accumulation_steps"]) == (64, 64, 4, 1)
+    assert plan["memory_mb"]["peak"] > plan["memory_mb"]["activations"] > 0
+    assert [r["replicas"] for r in plan["cost"]["rows"]] == list(cost.REPLICAS)
+    said = capsys.readouterr().out
+    assert "DDP over 64 rank(s)" in said and "at the peak" in said and "4,096" in said
+
+
+def test_a_training_pays_for_no_extra_forward(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Trial, "__init__", lambda *args: pytest.fail("a trial"))
+    built(tmp_path, *BASE, "cost.bandwidth_gb_s=10", "batch.effective=8")
+    assert "without activations" in capsys.readouterr().out
+    assert "cost" not in json.loads((tmp_path / "plan.json").read_text())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_estimate_on_cuda(tmp_path: Path) -> None:
+    words = (*IMAGES, "model=resnet18", "batch.effective=64", "batch.micro=64", "data.samples=128")
+    config, device = load(plain(*words, "task=plan")), torch.device("cuda:0")
+    splits = config.data.load(None, 0)
+    found = preview(config, config.model.build(splits.info), splits, Batch(64, 64, 1), device)
+    run = built(tmp_path, *words)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for data in run.loop.feed.windows(0, 2):
+        train_step(run.loop.state, run.loop.parts, data)
+    net = memory.nbytes(memory.state_of(run.loop.state.model))
+    assert found.record["memory_mb"]["peak"] == pytest.approx(
+        (torch.cuda.max_memory_allocated() - held + net) / MB, rel=0.15)  # fmt: skip
