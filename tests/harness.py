@@ -158,7 +158,7 @@ def mean_probe(targets: list[float]) -> tuple[str, ...]:
     name = "probe_" + "_".join(f"{t:g}" for t in targets)
     load = MeanProbe(targets).load
     data.TABLE[name] = make_dataclass(
-        "Probe", [("name", str, name), ("size", Any, None), ("matrix_seed", Any, None), ("num_workers", Any, None)],
+        "Probe", [("name", str, name), ("size", Any, None), ("matrix_seed", Any, None), ("num_workers", int | None, None)],
         frozen=True, namespace={"kind": "vectors", "load": lambda self, augment, seed: load(augment, seed)},
     )  # fmt: skip
     return (*PROBE, "data=random_matrix", f"data.name={name}")

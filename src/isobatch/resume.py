@@ -83,7 +83,7 @@ class Resume:
                 accumulation = None
                 if micro in (None, "auto"):
                     micro = min(int(before["micro_batch"]), effective)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise self._unfit("its plan is incomplete") from None
         return effective, micro, accumulation
 

@@ -42,7 +42,8 @@ def test_case_12_resume_in_mid_epoch_reads_every_sample_once(tmp_path: Path, acc
 
 def test_case_15_the_loss_scale_goes_on(tmp_path: Path) -> None:
     setting = (*mean_probe([i / 12 for i in IDS]), "epochs=null", "steps=6", "batch.effective=4", "optimizer.lr=0.01",
-               "precision=amp", "precision.dtype=float16", "precision.loss_scale=1024", "precision.growth_interval=2")  # fmt: skip
+               "precision=amp", "precision.dtype=float16", "precision.loss_scale=1024",
+               "precision.growth_interval=2")  # fmt: skip
     train_and_stop(tmp_path / "part", 5, *setting)
     assert state_of(tmp_path / "part")["scaler"] == {"scale": 4096.0, "_growth_tracker": 1}
     seen = []

@@ -27,7 +27,8 @@ def test_the_plan_may_change(words) -> None:
 
 
 @pytest.mark.parametrize(("words", "named"), [
-    ("seed=1", "seed 0 -> 1"), ("data=synthetic", "data.name digits -> synthetic"), ("model=linear", "model.name timm -> linear"),
+    ("seed=1", "seed 0 -> 1"), ("data=synthetic", "data.name digits -> synthetic"),
+    ("model=linear", "model.name timm -> linear"),
     ("ema=ema", "ema.name none -> ema"), ("loss.label_smoothing=0.1", "loss.label_smoothing 0.0 -> 0.1"),
     ("sampler.tail=drop", "sampler.tail keep -> drop"), ("optimizer.lr=3", "optimizer.lr 0.002 -> 3"),
     ("max_grad_norm=1", "max_grad_norm null -> 1"), ("model.drop_rate=0.5", "model.drop_rate 0.0 -> 0.5"),
@@ -72,7 +73,8 @@ def test_a_choice_that_is_typed_anew_takes_its_old_options_along(tmp_path: Path)
     saved(tmp_path / "run", "parallel=ddp", "parallel.nproc=2", "accumulation=2", "steps=9", "epochs=null", "seed=1")
     assert expand(["resume=run", "parallel=single"], tmp_path)[0][:-2] == ["accumulation=2", "steps=9", "epochs=null", "seed=1"]
     assert expand(["resume=run", "plan=cpu"], tmp_path)[0][:-2] == ["steps=9", "epochs=null", "seed=1"]
-    assert expand(["resume=run", "epochs=3"], tmp_path)[0][:-2] == ["parallel=ddp", "parallel.nproc=2", "accumulation=2", "seed=1"]
+    words = expand(["resume=run", "epochs=3"], tmp_path)[0]
+    assert words[:-2] == ["parallel=ddp", "parallel.nproc=2", "accumulation=2", "seed=1"]
     assert expand(["resume=run", "steps=20"], tmp_path)[0][-4:-2] == ["epochs=null", "seed=1"]
 
 
@@ -109,9 +111,11 @@ def test_an_unreadable_list_of_settings_is_one_line(tmp_path: Path, text) -> Non
     saved(tmp_path / "run")
     (tmp_path / "run/.hydra/overrides.yaml").write_text(text)
     try:
+        line = ""
         assert expand(["resume=run"], tmp_path)[0] == ["resume=run"]
     except ConfigError as error:
-        assert str(error).startswith("resume=") and "overrides.yaml" in str(error) and "\n" not in str(error)
+        line = str(error)
+    assert line == "" or (line.startswith("resume=") and "overrides.yaml" in line and "\n" not in line)
     assert not (tmp_path / "owned").exists()
 
 

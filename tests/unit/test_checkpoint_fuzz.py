@@ -28,7 +28,7 @@ NAMES = ("state.pt", "model.safetensors", "manifest.json")
 SETTING = ("epochs=null", "steps=3", "eval_every=3", "batch.effective=4", "optimizer=adamw", "ema=ema", "optimizer.lr=0.1")
 VALUES: list[Callable[[], Any]] = [
     lambda: None, lambda: True, lambda: -1, lambda: 0, lambda: 3, lambda: 2**70, lambda: float("nan"), lambda: float("-inf"),
-    lambda: "", lambda: "../../etc/passwd", lambda: "x" * 10_000, lambda: "${oc.env:HOME}", lambda: [], lambda: {},
+    lambda: "", lambda: "../../etc/passwd", lambda: "x" * 10_000, lambda: "${oc.env:HOME}", list, dict,
     lambda: [[[[1]]]], lambda: {"name": "os.system"}, lambda: {"_target_": "os.system"}, lambda: {1: {2: {}}},
 ]  # fmt: skip
 TENSORS: list[Callable[[], Any]] = [
@@ -91,12 +91,13 @@ def corrupt(path: Path, dice: random.Random) -> str:
 def outcome(config: dict[str, Any], folder: Path) -> str:
     """How a run ends. Anything but done, refused or failed in one line is raised."""
     folder.mkdir()
+    line = "done"
     try:
         run.run_job(config, folder, Ranks())
     except (ConfigError, JobFailed) as error:
-        assert str(error) and "\n" not in str(error)
-        return str(error)
-    return "done"
+        line = str(error)
+    assert line and "\n" not in line
+    return line
 
 
 @pytest.fixture

@@ -16,9 +16,11 @@ from isobatch.errors import ConfigError, JobFailed
 from isobatch.evaluate import Evaluator
 
 # everything that has a state: momentum, batch norm, dropout, EMA, a schedule with warmup, a growing loss scale
-RICH = (*BASE, "epochs=null", "steps=9", "eval_every=4", "log_every=1", "data=synthetic", "data.samples=42",
-        "data.eval_samples=8", "data.image_size=4", "batch.effective=12", "batch.micro=4", "model.norm=true", "model.drop_rate=0.2", "ema=ema",
-        "ema.decay=0.9", "scheduler=cosine", "scheduler.warmup=3", "optimizer=adamw", "max_grad_norm=1.0")  # fmt: skip
+RICH = (
+    *BASE, "epochs=null", "steps=9", "eval_every=4", "log_every=1", "data=synthetic", "data.samples=42", "data.eval_samples=8",
+    "data.image_size=4", "batch.effective=12", "batch.micro=4", "model.norm=true", "model.drop_rate=0.2", "ema=ema",
+    "ema.decay=0.9", "scheduler=cosine", "scheduler.warmup=3", "optimizer=adamw", "max_grad_norm=1.0",
+)  # fmt: skip
 SCALED = ("precision=amp", "precision.dtype=float16", "precision.loss_scale=256", "precision.growth_interval=3")
 
 
@@ -166,7 +168,7 @@ def test_a_refusal_leaves_a_complete_run_as_it_is(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, *RICH)
     files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    with pytest.raises(ConfigError, match="checkpoint.resume=never to start over"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume=never to start over"):
         train(run, *RICH, "seed=1", "checkpoint.resume=auto")
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == files
     train(run, *RICH, "seed=1", "checkpoint.resume=never")
@@ -214,7 +216,8 @@ def poison(monkeypatch, at_step: int) -> None:
 def test_a_loss_of_nan_is_traced_and_never_saved(tmp_path: Path, monkeypatch, caplog, reduction) -> None:
     poison(monkeypatch, 3)
     setting = (*(w for w in RICH if w != "log_every=1"), "log_every=8", "checkpoint.every=1", f"reduction={reduction}")
-    with pytest.raises(JobFailed, match=r"train/loss is nan at step 3 on rank 0 \(samples [0-9, .]+\); the last good") as failed:
+    message = r"train/loss is nan at step 3 on rank 0 \(samples [0-9, .]+\); the last good"
+    with pytest.raises(JobFailed, match=message) as failed:
         train(tmp_path, *setting)
     assert str(failed.value).count(",") >= (3 if reduction == "exact" else 7), "the samples of the shard"
     assert state_of(tmp_path)["counters"]["step"] == 2 and "checkpoint of step 3 is not saved" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def allocated_at_peak(run: Run, windows: int) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     loop = run.loop
+    gc.collect()  # what is freed in between must be ours
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for data in loop.feed.windows(0, windows):
             train_step(loop.state, loop.parts, data)

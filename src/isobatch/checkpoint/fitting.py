@@ -88,11 +88,27 @@ def fitted_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer)
             raise Damaged(f"its optimizer state {str(number)[:20]} belongs to no parameter")
         for name, value in entry.items():
             _check_entry(f"{number}.{name}"[:40], str(name), value, shapes[number])
+    _check_names(entries, optimizer, current["param_groups"], shapes)
     merged = []
     for group, now in zip(groups, current["param_groups"], strict=True):
         counted = {k: v for k, v in group.items() if k in GROUP_STATE and type(v) in (int, float, Tensor)}
         merged.append({**now, **counted})
     return {"state": entries, "param_groups": merged}
+
+
+def _check_names(entries: dict[Any, Any], optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]],
+                 shapes: dict[int, torch.Size]) -> None:  # fmt: skip
+    """Parameters of one kind have state of the same names, or the next update would stumble over it."""
+    adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    kinds: dict[tuple[int, int], set[str]] = {}
+    for number, group in enumerate(groups):
+        for i in group["params"]:
+            names = set(entries.get(i, ()))
+            if not names or any("row" in str(name) for name in names):  # no update yet; factored ones differ by size
+                continue
+            like = kinds.setdefault((number, len(shapes[i])), names)
+            if names != like or (adam and not {"step", "exp_avg", "exp_avg_sq"} <= names):
+                raise Damaged(f"its optimizer state of parameter {i} is incomplete")
 
 
 def _check_entry(where: str, name: str, value: Any, shape: torch.Size) -> None:
