@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,19 @@ class Float64Probe(PlainProbe):
     dtype = torch.float64
 
 
-for probe in (Probe, PlainProbe, Float64Probe):
+@dataclass(frozen=True)
+class InstanceNormProbe:
+    """Its statistics can be taken from shards of one sample, and their mean is that of any larger shard."""
+
+    name: str = "equivalence_instance_norm"
+    batch_norm: str = "shard"
+
+    def build(self, info: DataInfo) -> nn.Module:
+        return nn.Sequential(nn.InstanceNorm2d(info.in_chans, track_running_stats=True), nn.Flatten(),
+                             nn.Linear(info.features, info.num_classes))  # fmt: skip
+
+
+for probe in (Probe, PlainProbe, Float64Probe, InstanceNormProbe):
     models.TABLE[probe.name] = probe
 
 # 44 samples in six shards of 8 or 7; an epoch of 150 has a tail of 18, three samples a shard
@@ -125,8 +138,13 @@ def job(*overrides: str, probe: bool = True) -> dict[str, Any]:
     return made
 
 
+@cache
+def parallel_of(plan: Plan) -> dict[str, Any]:
+    return plain(*plan.overrides)["parallel"]
+
+
 def on_plan(made: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    return {**made, "parallel": plain(*plan.overrides)["parallel"]}
+    return {**made, "parallel": parallel_of(plan)}
 
 
 @dataclass
@@ -140,6 +158,7 @@ class Trace:
     skipped: int
     reruns: int
     flat: list[float]
+    statistics: list[float]
 
 
 def tree_hash(value: Any) -> str:
@@ -178,20 +197,25 @@ def trace(made: dict[str, Any], folder: Path, ranks: Ranks) -> Trace:
         weights_sha256(state.model), "" if state.ema is None else weights_sha256(state.ema.module),
         tree_hash(state.optimizer.state_dict()["state"]), kept, state.skipped_steps, units.reruns if units else 0,
         torch.cat([p.detach().reshape(-1).double() for p in state.parameters]).tolist(),
+        [v for b in state.model.buffers() for v in b.detach().double().reshape(-1).tolist()],
     )  # fmt: skip
 
 
 def traces(folder: Path, plan: Plan, jobs: dict[str, dict[str, Any]], limit_s: float = 100) -> dict[str, list[Trace]]:
-    """Every job on one plan, in one set of processes: name -> trace of each rank."""
+    """Every job on one plan, in one set of processes: name -> trace of each rank.
+
+    One process is this one: what it imports on the way, the ranks that are forked later need not import again.
+    """
+
+    planned = {name: on_plan(made, plan) for name, made in jobs.items()}
 
     def work(ranks: Ranks) -> dict[str, Trace]:
-        found = {}
-        for name, made in jobs.items():
-            found[name] = trace(on_plan(made, plan), folder / plan.name / name, ranks)
-        return found
+        return {name: trace(made, folder / plan.name / name, ranks) for name, made in planned.items()}
 
     before, harness.TIME_LIMIT_S = harness.TIME_LIMIT_S, limit_s
     try:
+        if plan.num_ranks == 1:
+            return {name: [found] for name, found in work(Ranks()).items()}
         results = on_ranks(plan.num_ranks, folder / plan.name, work, timeout_s=60)
     finally:
         harness.TIME_LIMIT_S = before

@@ -10,7 +10,8 @@ import pytest
 import torch
 from plans import DDP, DP, ONE, OPTIMIZERS, PRECISIONS, Plan, Trace, differences, job, traces
 
-QUICK = [*product(PRECISIONS, OPTIMIZERS, ["tree"]), ("fp32", "adamw", "bin64"), ("fp16", "sgd", "bin64")]
+QUICK = [("fp32", "adamw", "tree"), ("bf16", "sgd", "tree"), ("fp16", "sgd", "tree"),
+         ("fp32", "sgd", "bin64"), ("fp16", "adamw", "bin64")]  # fmt: skip
 FULL = [*product(PRECISIONS, OPTIMIZERS, ["tree", "bin64"])]
 
 
@@ -39,7 +40,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
 
 @pytest.mark.parametrize("plan", [*DP, *DDP], ids=lambda plan: plan.name)
 def test_every_plan_trains_the_same_bits(tmp_path: Path, one: dict[str, Trace], plan: Plan) -> None:
-    for name, ranks in traces(tmp_path, plan, jobs(6, QUICK)).items():
+    for name, ranks in traces(tmp_path, plan, jobs(6, QUICK), limit_s=200).items():
         assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
 
 
