@@ -103,7 +103,7 @@ def apart(losses: list[float], reference: list[float], width: int) -> float:
 
 def table(results: dict[str, Any], device: str, steps: int, width: int) -> str:
     """The measurements as Markdown."""
-    reference = results["fp32"]["losses"] if "fp32" in results else None
+    reference = results.get("fp32", {}).get("losses")
     lines = [f"{device}, torch {torch.__version__}", ""]
     lines += ["| level | images/s | peak MB | skipped | last loss | curve apart from fp32 |", "|---|---|---|---|---|---|"]
     for name, found in results.items():

@@ -75,6 +75,7 @@ class Timm:
             raise ConfigError("optimizer.opt", self.opt, f"timm could not build it ({error})",
                               "check optimizer.kwargs") from None  # fmt: skip
         protect_eps(optimizer)
+        prepare_momentum(optimizer)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] = group["lr"] * group.get("lr_scale", 1.0)
         return optimizer
@@ -97,6 +98,20 @@ def protect_eps(optimizer: torch.optim.Optimizer) -> None:
             raised, group["eps"] = group["eps"], HALF_EPS
     if raised is not None:
         log.info("optimizer eps raised from %g to %g: the weights it updates are fp16 (precision=O3)", raised, HALF_EPS)
+
+
+def prepare_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give fused SGD its momentum from the start, as zeros, which is what it begins with anyway.
+
+    torch makes it in the first step for the parameters that have a gradient then, and stops with an error at one that gets
+    its first gradient later.
+    """
+    import torch
+
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
+            for p in group["params"]:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
 TABLE: dict[str, Any] = {"timm": Timm}

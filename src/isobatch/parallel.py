@@ -211,8 +211,6 @@ class DistributedDataParallel(Single):
         return distributed_data_parallel(model, ranks, device, self, first)
 
     def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
-        if hasattr(wrapped, "no_sync"):
-            wrapped.module.ends_window = micro.is_last and not micro.is_first  # type: ignore[union-attr]
         no_sync = getattr(wrapped, "no_sync", nullcontext)  # one rank: the model itself, nothing to hold back
         return nullcontext() if micro.is_last else no_sync()
 

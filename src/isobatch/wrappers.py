@@ -36,33 +36,16 @@ class Participant(nn.Module):
         super().__init__()
         self.model, self.looks = model, looks
         self._anchor = [anchor if anchor is not None else trainable(model)[-1]]  # in a list: not registered twice
-        self.ends_window = False  # set before a window's last forward, if others came before it
 
     def forward(self, inputs: Tensor | None) -> Any:
         if inputs is None:
             return _zero(self._anchor if self.looks else trainable(self.model))
-        output = self.model(inputs)
-        if self.looks and self.ends_window:
-            # DDP looks at this forward alone: what only earlier shards of the window used would stay unreduced
-            earlier = [p for p in trainable(self.model) if p.grad is not None]
-            output = _plus(output, _zero(earlier)) if earlier else output
-        return output
+        return self.model(inputs)
 
 
 def _zero(parameters: list[nn.Parameter]) -> Tensor:
     """0 (0-d, fp32) whose backward gives every one of `parameters` a gradient of zeros."""
     return torch.cat([p.reshape(-1)[:0].float() for p in parameters]).sum()
-
-
-def _plus(output: Any, zero: Tensor) -> Any:
-    """`output` with `zero` added to its first tensor."""
-    if isinstance(output, Tensor):
-        return output + zero.to(output.dtype)
-    if isinstance(output, dict):
-        first = next(iter(output))
-        return type(output)({**output, first: _plus(output[first], zero)})
-    rest = [_plus(output[0], zero), *output[1:]]
-    return type(output)(*rest) if hasattr(output, "_fields") else type(output)(rest)
 
 
 class WatchedDDP(nn.parallel.DistributedDataParallel):
