@@ -164,6 +164,8 @@ class Settings:
         for key in ("epochs", "steps", "log_every", "eval_every", "threads", "max_grad_norm"):
             if getattr(self, key) is not None:
                 positive(key, getattr(self, key))
+        if self.threads is not None and self.threads > 4096:
+            raise ConfigError("threads", self.threads, "is more than any machine has", "set threads=null")
         if self.task == "evaluate" and self.resume is None:
             raise ConfigError("resume", None, "task=evaluate needs a run to evaluate", "set resume=<run folder>")
 
@@ -205,6 +207,7 @@ def load(plain: Mapping[str, Any]) -> Config:
         except ImportError as error:
             raise ConfigError("imports", name, f"cannot be imported ({error})",
                               "install the package or put its folder on PYTHONPATH") from None  # fmt: skip
+    refuse_interpolations(plain, "")
     scalars = {key: value for key, value in plain.items() if key not in TABLES}
     batch = typed(BatchOptions, scalars.pop("batch", {}), "batch.")
     sweep = typed(SweepOptions, scalars.pop("sweep", {}), "sweep.")
@@ -215,6 +218,18 @@ def load(plain: Mapping[str, Any]) -> Config:
     config = Config(**{**values, **groups, "batch": batch, "sweep": sweep, "cost": cost, "plain": dict(plain)})
     check_together(config)
     return config
+
+
+def refuse_interpolations(node: Any, key: str) -> None:
+    """Raise ConfigError for text that OmegaConf would resolve: a config that somebody else made could read the environment.
+
+    What Hydra composes for a person is resolved before it comes here.
+    """
+    if isinstance(node, str) and "${" in node:
+        raise ConfigError(key, node[:60], "holds an interpolation in finished data", "write the value itself")
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        refuse_interpolations(child, f"{key}.{name}" if key else str(name))
 
 
 def options(group: str, node: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import within
+from isobatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +42,10 @@ class Ema:
         import torch
         from timm.utils import ModelEmaV3
 
-        device = None if self.device is None else torch.device(self.device)
+        try:
+            device = None if self.device is None else torch.device(self.device)
+        except RuntimeError:
+            raise ConfigError("ema.device", self.device, "is no device", "set ema.device=null or cpu") from None
         # in half (O3) an average with decay 0.999 would stand still: a thousandth is below the resolution
         half = any(p.dtype.itemsize == 2 for p in model.parameters())
         return ModelEmaV3(model, decay=self.decay, use_warmup=self.warmup, device=device, exclude_buffers=True,
