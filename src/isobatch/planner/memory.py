@@ -24,10 +24,14 @@ SAME_MODEL = "full", "autocast"  # levels of precision whose working copy is the
 
 
 class Saved(NamedTuple):
-    """One thing the forward leaves for the backward: bytes of a new storage, or of the gradient of a weight it used."""
+    """One thing the forward leaves for the backward: bytes of a new storage, or of the gradient of a weight it used.
+
+    scratch: a convolution's gradient is made in the kernel's own layout first and then copied.
+    """
 
     nbytes: int
     gradient: int
+    scratch: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ def saved_tensors(module: nn.Module, given: Sequence[Tensor], loss: Callable[[],
             if weight is None:
                 found.append(Saved(storage.nbytes(), 0))
             elif weight.requires_grad:
-                found.append(Saved(0, weight.numel() * (weight.grad_dtype or weight.dtype).itemsize))
+                gradient = weight.numel() * (weight.grad_dtype or weight.dtype).itemsize
+                found.append(Saved(0, gradient, gradient if weight.ndim > 2 else 0))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -177,7 +182,7 @@ def peak(saved: Sequence[Saved], gradients: int, all_gradients: bool) -> int:
     for i in reversed(range(len(saved))):
         flowing = sum(sorted(s.nbytes for s in saved[max(0, i - 1) : i + 2])[-2:])
         made += saved[i].gradient
-        highest = max(highest, left + flowing + (gradients + saved[i].gradient if all_gradients else made))
+        highest = max(highest, left + flowing + saved[i].scratch + (gradients + saved[i].gradient if all_gradients else made))
         left -= saved[i].nbytes
     return highest
 

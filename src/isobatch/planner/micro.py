@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 
 import torch
@@ -109,6 +110,8 @@ class Search:
                 if not is_out_of_memory(error):
                     raise
                 self.tried[micro] = False
+            finally:
+                self._tidy()
         return self.tried[micro]
 
     def _try(self, micro: int) -> bool:
@@ -118,6 +121,12 @@ class Search:
         if self.room is not None and self._estimate(trial, micro, batch, resident) > self.room:
             return False
         return trial.fits(micro, min(2, batch.accumulation_steps))
+
+    def _tidy(self) -> None:
+        """Let go of the trial's copy: modules sit in cycles, and the next trial needs the room."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _estimate(self, trial: Trial, micro: int, batch: Batch, resident: memory.Resident) -> int:
         """Bytes beside the weights, which are in memory already."""
@@ -144,8 +153,8 @@ class Search:
 def extrapolated(small: list[memory.Saved], twice: list[memory.Saved], micro: int) -> list[memory.Saved]:
     """What `micro` samples would save, given what FEW save."""
     if len(small) != len(twice):
-        return [memory.Saved(s.nbytes * micro // FEW[1], s.gradient) for s in twice]
+        return [s._replace(nbytes=s.nbytes * micro // FEW[1]) for s in twice]
     # a straight line for each tensor: not all of them grow (autocast keeps half weights)
     steps = (micro - FEW[0]) / (FEW[1] - FEW[0])
-    return [memory.Saved(max(0, round(a.nbytes + steps * (b.nbytes - a.nbytes))), a.gradient)
+    return [memory.Saved(max(0, round(a.nbytes + steps * (b.nbytes - a.nbytes))), a.gradient, a.scratch)
             for a, b in zip(small, twice, strict=True)]  # fmt: skip

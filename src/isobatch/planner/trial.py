@@ -6,7 +6,6 @@ The model itself, its running statistics and the generators never notice.
 from __future__ import annotations
 
 import copy
-import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,7 +129,6 @@ class Trial:
         for parameter in self.working.module.parameters():
             parameter.grad = None
         if self.device.type == "cuda":
-            gc.collect()  # a failed forward may sit in a cycle of its traceback
             torch.cuda.empty_cache()
 
     @contextmanager
