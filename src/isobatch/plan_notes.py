@@ -1,4 +1,4 @@
-"""What this plan cannot keep equal to another one, said before training."""
+"""The plan in words, before training: its numbers, and what it cannot keep equal to another plan."""
 
 from __future__ import annotations
 
@@ -34,3 +34,18 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
     if config.sampler.tail == "pad" and plan.epoch_size > plan.order_size:
         found.append(f"sampler.tail=pad repeats {plan.epoch_size - plan.order_size} sample(s) in every epoch")
     return found
+
+
+def view(config: Config, plan: BatchPlan, total: int, ranks: Ranks, device: torch.device) -> dict[str, str]:
+    """The plan as a person reads it: label -> text. `total`: updates of the run."""
+    batch = plan.batch
+    tail = "" if plan.tail_size == batch.effective else f", the last of {plan.tail_size} samples"
+    return {
+        "effective batch": f"{batch.effective} = {batch.num_shards} shard(s) of up to {batch.micro}",
+        "replicas": f"{batch.num_replicas} x {batch.accumulation_steps} micro step(s)",
+        "parallel": config.parallel.describe(ranks, device),
+        "precision": config.precision.describe(device),
+        "reduction": config.reduction.describe(batch.num_shards),
+        "epoch": f"{plan.epoch_size} samples in {plan.windows_per_epoch} updates{tail}",
+        "length": f"{total} updates" + (f" in {config.epochs} epochs" if config.epochs else ""),
+    }

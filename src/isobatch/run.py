@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,16 @@ from isobatch.evaluate import Evaluator
 from isobatch.fingerprint import Fingerprint
 from isobatch.launch.signals import STOP
 from isobatch.logger import Logger, RunInfo
-from isobatch.loop import Clock, Loop
+from isobatch.loop import Loop
 from isobatch.planner import cost, micro
 from isobatch.planner.preview import Preview, preview, world
 from isobatch.randomness import ShardSeeder, seed_everything
 from isobatch.resume import Resume
 from isobatch.run_files import RunFiles
 from isobatch.scheduler import Schedule
-from isobatch.state import TrainState, weights_sha256
+from isobatch.state import TrainState
 from isobatch.step import Parts
+from isobatch.summary import summarize
 
 
 def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
@@ -111,7 +110,7 @@ class Run:
         resumed = self.resume.check(facts, identity, config.reduction.exact, shards_matter, plan.windows_per_epoch)
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
         notes = [*resumed, *chosen.words, *plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
-        self.console.plan({**self.plan_view(plan, total), **ahead.view}, notes)
+        self.console.plan({**plan_notes.view(config, plan, total, self.world, device), **ahead.view}, notes)
         if ahead.table:
             self.console.table(cost.HEAD, ahead.table)
         if config.task == "plan":
@@ -128,24 +127,10 @@ class Run:
             size, accumulation = chosen.micro, None
         return resolve_batch(effective, size, accumulation, replicas), chosen
 
-    def plan_view(self, plan: BatchPlan, total: int) -> dict[str, str]:
-        """The plan as a person reads it: label -> text."""
-        config, batch = self.config, plan.batch
-        tail = "" if plan.tail_size == batch.effective else f", the last of {plan.tail_size} samples"
-        return {
-            "effective batch": f"{batch.effective} = {batch.num_shards} shard(s) of up to {batch.micro}",
-            "replicas": f"{batch.num_replicas} x {batch.accumulation_steps} micro step(s)",
-            "parallel": config.parallel.describe(self.world, self.device),
-            "precision": config.precision.describe(self.device),
-            "reduction": config.reduction.describe(batch.num_shards),
-            "epoch": f"{plan.epoch_size} samples in {plan.windows_per_epoch} updates{tail}",
-            "length": f"{total} updates" + (f" in {config.epochs} epochs" if config.epochs else ""),
-        }
-
     def assemble(self, model: torch.nn.Module, splits: Splits, plan: BatchPlan, total: int) -> None:
         config, ranks, device = self.config, self.ranks, self.device
         channels_last = hardware.wants_channels_last(config, device)
-        model = model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)
+        model = model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # type: ignore[call-overload]
         working = config.precision.working_copy(model)  # may change the model's dtype: before the optimizer
         optimizer = config.optimizer.build(model, plan.batch.effective)
         statistics = batch_norm.ShardStatistics(working.module)
@@ -190,7 +175,7 @@ class Run:
             schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
-            stop_requested=lambda: STOP.requested, log_weights=config.log_weights, warmup=config.warmup, clock=Clock(),
+            stop_requested=lambda: STOP.requested, log_weights=config.log_weights, warmup=config.warmup,
         )  # fmt: skip
 
     def seeder(self, module: torch.nn.Module) -> Any:
@@ -227,7 +212,7 @@ class Run:
             source.close()
         if self.loop and not isinstance(error, KeyboardInterrupt):
             self.loop.checkpointer.join()
-        summary = self.summary(ending, error)
+        summary = summarize(self, ending, error)
         if not self.stands(error):
             self.files.summary(summary)
         self.files.close()
@@ -239,37 +224,3 @@ class Run:
         resume = getattr(self, "resume", None)
         nothing_done = isinstance(error, ConfigError) or (resume is not None and resume.finished and resume.in_place)
         return nothing_done and self.files.completed()
-
-    def summary(self, ending: str, error: BaseException | None) -> dict[str, Any]:
-        loop, state = self.loop, self.loop.state if self.loop else None
-        clock = loop.clock if loop else Clock()
-        mine = self.this_rank()
-        # a rank that failed cannot count on the others: only a run that ended together collects from all
-        ranks = self.ranks.gather_objects(mine) if ending == "completed" else [mine]
-        line = None if error is None else " ".join(str(error).split()) or type(error).__name__
-        final = {k: v for k, v in {**(loop.last_train if loop else {}), **(loop.last_eval if loop else {})}.items()
-                 if k.startswith(("train/", "eval/"))}  # fmt: skip
-        return {
-            "state": ending,
-            "steps": state.step if state else 0,
-            "updates": state.update if state else 0,
-            "skipped_steps": state.skipped_steps if state else 0,
-            "samples": state.samples if state else 0,
-            "plan": self.plan or None,
-            "final": final,
-            "best": {metric: best["value"] for metric, best in state.best.items()} if state else {},
-            "weights_sha256": weights_sha256(state.model) if state and self.ranks.is_main else None,
-            "time": {
-                "total_s": time.time() - self.started,
-                "train_s": clock.train_s,
-                "first_step_s": clock.first_step - self.started if clock.first_step else None,
-            },
-            "perf": {"samples_per_s": loop.samples_per_s() if loop else None},
-            "ranks": ranks,
-            "error": line,
-        }
-
-    def this_rank(self) -> dict[str, Any]:
-        device = getattr(self, "device", torch.device("cpu"))
-        return {"rank": self.ranks.rank, "local_rank": self.ranks.local_rank, "pid": os.getpid(),
-                "host": platform.node(), "device": hardware.name(device), "peak_memory_mb": hardware.peak_memory_mb(device)}  # fmt: skip

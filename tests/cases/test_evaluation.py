@@ -24,8 +24,9 @@ def evaluate(right: list[bool], batch_size: int, ranks: Ranks) -> dict[str, floa
     logits = torch.tensor([[2.0, 1.0] if r else [1.0, 2.0] for r in right])
     split = Split(torch.utils.data.TensorDataset(logits, targets), (logits, targets))
     device = torch.device("cpu")
-    return Evaluator(split, TensorSource((logits, targets), ToDevice(device, None, False)), nn.CrossEntropyLoss(), Full(), ranks, device,
-                     batch_size, 2)(nn.Identity())  # fmt: skip
+    source = TensorSource((logits, targets), ToDevice(device, None, False))
+    evaluator = Evaluator(split, source, nn.CrossEntropyLoss(), Full(), ranks, device, batch_size, 2)
+    return evaluator(nn.Identity())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -98,5 +98,5 @@ def test_a_wrong_value_gets_one_line_with_key_value_and_way_out(overrides: list[
     with pytest.raises(ConfigError) as refusal:
         load(plain(*overrides))
     line = str(refusal.value)
-    assert line.startswith(f"{key}=") or line.startswith(f"{key}."), line
+    assert line.startswith((f"{key}=", f"{key}.")), line
     assert says in line and "; " in line and "\n" not in line

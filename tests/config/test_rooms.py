@@ -13,8 +13,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "isobatch"
 MODULES = sorted(SRC.rglob("*.py"))
-GROUPS = ("parallel precision sampler accumulation reduction data augment model loss optimizer scheduler ema checkpoint "
-          "logger").split()  # fmt: skip
+GROUPS = ("parallel", "precision", "sampler", "accumulation", "reduction", "data", "augment", "model", "loss", "optimizer",
+          "scheduler", "ema", "checkpoint", "logger")  # fmt: skip
 
 
 def room(path: Path) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("isobatch")
 
+ROUND_S = 0.5  # seconds that ranks wait for the one that writes before they ask again
 SAVE_NOW = 1 << 16  # what `request` asks the ranks to agree on; above every signal number
 
 
@@ -64,12 +65,12 @@ class Checkpointer:
         self.saved_at = time.monotonic()
         if not self.enabled or not self.allowed:
             return
+        self.settle()
         tree = state.state_dict()  # on all ranks: a sharded model would gather here
         if not self.ranks.is_main:
             return
         from isobatch.checkpoint.snapshot import Snapshot
 
-        self.join()
         snapshot = Snapshot({**tree, **self.about})
         names = ["last", "best"] if is_best else ["last"]
         # a daemon: the second Ctrl-C must not wait for a disk
@@ -114,13 +115,25 @@ class Checkpointer:
             self.thread.join()
             self.thread = None
 
+    def settle(self) -> None:
+        """Return when no save is in flight, on all ranks together (a collective).
+
+        In short rounds, so that a slow disk does not use up the time that a collective may take.
+        """
+        while True:
+            if self.thread is not None:
+                self.thread.join(ROUND_S)
+            if not self.ranks.agree(int(self.thread is not None and self.thread.is_alive())):
+                break
+        self.thread = None
+
     def wait(self) -> None:
         """Return when everything saved is complete on disk.
 
         Raises:
             JobFailed: on all ranks, if the latest state could not be saved.
         """
-        self.join()
+        self.settle()
         failure: str | None = self.ranks.broadcast_object(self.failure)
         if failure:
             raise JobFailed(failure)

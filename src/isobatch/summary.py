@@ -1,0 +1,50 @@
+"""summary.json: how a run ended, what it reached, how fast and with how much memory; the same keys on every ending."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isobatch import hardware
+from isobatch.state import weights_sha256
+
+if TYPE_CHECKING:
+    from isobatch.run import Run
+
+
+def summarize(run: Run, ending: str, error: BaseException | None) -> dict[str, Any]:
+    """The summary of a run that ended as `ending` (completed, stopped or failed). When completed, a collective."""
+    mine = this_rank(run)
+    # a rank that failed cannot count on the others: only a run that ended together collects from all
+    ranks = run.ranks.gather_objects(mine) if ending == "completed" else [mine]
+    summary: dict[str, Any] = {
+        "state": ending, "steps": 0, "updates": 0, "skipped_steps": 0, "samples": 0, "plan": run.plan or None,
+        "final": {}, "best": {}, "weights_sha256": None,
+        "time": {"total_s": time.time() - run.started, "train_s": 0.0, "first_step_s": None},
+        "perf": {"samples_per_s": None}, "ranks": ranks,
+        "error": None if error is None else " ".join(str(error).split()) or type(error).__name__,
+    }  # fmt: skip
+    if run.loop is not None:
+        loop, state = run.loop, run.loop.state
+        final = {**loop.last_train, **loop.last_eval}
+        summary |= {
+            "steps": state.step, "updates": state.update, "skipped_steps": state.skipped_steps, "samples": state.samples,
+            "final": {key: value for key, value in final.items() if key.startswith(("train/", "eval/"))},
+            "best": {metric: best["value"] for metric, best in state.best.items()},
+            "weights_sha256": weights_sha256(state.model) if run.ranks.is_main else None,
+            "perf": {"samples_per_s": loop.samples_per_s()},
+        }  # fmt: skip
+        summary["time"]["train_s"] = loop.clock.train_s
+        if loop.clock.first_step is not None:
+            summary["time"]["first_step_s"] = loop.clock.first_step - run.started
+    return summary
+
+
+def this_rank(run: Run) -> dict[str, Any]:
+    device = getattr(run, "device", torch.device("cpu"))
+    return {"rank": run.ranks.rank, "local_rank": run.ranks.local_rank, "pid": os.getpid(), "host": platform.node(),
+            "device": hardware.name(device), "peak_memory_mb": hardware.peak_memory_mb(device)}  # fmt: skip
