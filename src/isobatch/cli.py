@@ -26,6 +26,7 @@ from isobatch import hydra_extras, launch, resume_words, sweeps
 from isobatch.config import conf_folder, resolved
 from isobatch.distributed import ranks_from_environment
 from isobatch.errors import ConfigError, Stopped
+from isobatch.sweeps import launchers
 
 # Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
 INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint")
@@ -46,7 +47,9 @@ def one_job(cfg: DictConfig) -> float | None:
     hydra_extras.STAMP.release(run_dir)
     try:
         plain = plain_config(cfg, Path(job.runtime.cwd))
-        if sweep:
+        if not sweep:
+            sweeps.check_alone(plain)
+        else:
             word, result = sweeps.earlier(plain, run_dir)
             if word != "new":
                 tell(sweeps.say(word, job.job.num, run_dir))
@@ -118,6 +121,7 @@ def main() -> None:
         if not ranks_from_environment().is_main:
             launch.follow()
         check_words(sys.argv[1:])
+        launchers.check_plugins(sys.argv[1:])
         sys.argv[1:], told = resume_words.expand(sys.argv[1:], Path.cwd())
         for line in told:
             tell(f"isobatch: {line}")
@@ -126,7 +130,7 @@ def main() -> None:
             sys.exit(0)
         hydra_extras.install(["run", *sys.argv[1:]])
         one_job()
-        code = 0
+        code = 0 if launchers.all_done() else 1
     except ConfigError as refusal:
         code = refusal.exit_code
         tell(f"isobatch: {refusal}")

@@ -117,14 +117,19 @@ class SweepOptions:
             (0: to the bit; null: do not ask). The sweep ends with exit code 1 when one does not.
         skip_unavailable: a job that this machine cannot run (too few devices, a precision it lacks) is listed as skipped
             with the reason, and does not make the sweep fail.
+        dry_run: list the jobs with their plans and costs, and run none.
+        parallel_jobs: how many at a time on this machine, each with its own GPUs and cores; on SLURM, of the array.
     """
 
     tolerance: float | None = None
     skip_unavailable: bool = False
+    dry_run: bool = False
+    parallel_jobs: int = 1
 
     def __post_init__(self) -> None:
         if self.tolerance is not None:
             within("sweep.tolerance", self.tolerance, 0, 1e6)
+        positive("sweep.parallel_jobs", self.parallel_jobs)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ Importing this module installs all of it, for command lines, sweeps and hydra.co
 
 from __future__ import annotations
 
+import copy
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +23,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict, read_write
 
 NUMBERED = {"accumulation"}  # groups in which every number is a choice
 
@@ -69,6 +71,32 @@ class NumberPath(SearchPathPlugin):
             search_path.append("isobatch", f"{NumberSource.scheme()}://{group}")
 
 
+_instantiate_launcher = Plugins.instantiate_launcher
+
+
+def _launcher_of_sweep(self: Plugins, hydra_context: Any, task_function: Any, config: Any) -> Any:
+    """Every sweeper asks for its launcher here, so here `sweep.dry_run` and `sweep.parallel_jobs` get their say."""
+    from isobatch.errors import ConfigError
+    from isobatch.sweeps.launchers import choose
+
+    def make() -> Any:
+        return _instantiate_launcher(self, hydra_context, task_function, config)
+
+    try:
+        return choose(make, hydra_context, task_function, config)
+    except ConfigError as refusal:
+        print(f"isobatch: {refusal}", file=sys.stderr, flush=True)
+        raise SystemExit(refusal.exit_code) from None  # Hydra would print a stack for any Exception
+
+
+def without_hydra(config: Any) -> Any:
+    """A copy of a job's config as the job gets it."""
+    job = copy.deepcopy(config)
+    with read_write(job), open_dict(job):
+        del job["hydra"]
+    return job
+
+
 _override_value = Override.value
 
 
@@ -84,7 +112,7 @@ class Stamp:
     def __init__(self) -> None:
         self.claiming = False  # only a launch that will run jobs makes the folder; --cfg and compose() do not
         self._paths: dict[str, str] = {}
-        self._made: list[Path] = []
+        self.made: list[Path] = []
 
     def __call__(self, parent: str) -> str:
         if parent not in self._paths:
@@ -92,16 +120,12 @@ class Stamp:
         return self._paths[parent]
 
     def _agreed(self, parent: str) -> str:
-        """Under torchrun a restart gets the first attempt's folder back: it lies in the launcher's store."""
-        if not self.claiming or int(os.environ.get("WORLD_SIZE", 1)) == 1 or "RANK" not in os.environ:
+        """Under torchrun a restart gets the first attempt's folder back."""
+        if not self.claiming or "TORCHELASTIC_RUN_ID" not in os.environ:
             return self._new(parent)
-        from isobatch.launch.lead import root_store
+        from isobatch.launch.lead import run_folder
 
-        store, key = root_store(), f"stamp/{parent}"
-        if not store.check([key]):
-            store.set(key, self._new(parent))
-        path: str = store.get(key).decode()
-        return path
+        return run_folder(parent, self._new)
 
     def _new(self, parent: str) -> str:
         path = Path(parent, datetime.now().strftime("%Y-%m-%d/%H-%M-%S"))
@@ -110,7 +134,7 @@ class Stamp:
         for folder in (Path(parent), path.parent):
             if not folder.is_dir():
                 folder.mkdir(parents=True, exist_ok=True)
-                self._made.append(folder.absolute())
+                self.made.append(folder.absolute())
         for number in count(1):
             candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
             try:
@@ -118,13 +142,13 @@ class Stamp:
                 candidate.mkdir()
             except FileExistsError:  # another launch of this second
                 continue
-            self._made.append(candidate.absolute())
+            self.made.append(candidate.absolute())
             return str(candidate)
         raise AssertionError("unreachable")
 
     def release(self, used: Path | None = None) -> None:
         """Remove the folders that were made for nothing: composing asks for outputs/ and multirun/ alike."""
-        for folder in reversed(self._made):
+        for folder in reversed(self.made):
             if used is None or not used.is_relative_to(folder):
                 with suppress(OSError):  # somebody else works in it
                     folder.rmdir()
@@ -153,6 +177,7 @@ def help_screen(conf: Path, program: str = "train.py", width: int = 112) -> str:
 def install(arguments: Sequence[str] = ()) -> None:
     """Register everything; `arguments` is the command line that a launch was given (none: nothing will be run)."""
     Override.value = _value_of_choice  # type: ignore[method-assign]
+    Plugins.instantiate_launcher = _launcher_of_sweep  # type: ignore[method-assign,assignment]
     Plugins.instance().register(NumberSource)
     Plugins.instance().register(NumberPath)
     # every sweep ends in a comparison; a class that Hydra is to call is named here, in code, never in a config file

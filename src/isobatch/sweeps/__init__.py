@@ -1,4 +1,4 @@
-"""Jobs of a sweep: what an earlier launch into the same folder left of them, and what they would be (`sweep.dry_run`)."""
+"""Jobs of a sweep: what an earlier launch into the same folder left of them. launchers.py is how they get run."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
         final = summary.get("final") or {}
         return "skip", final.get("eval/accuracy", final.get("eval/loss"))
     return ("go on" if (run_dir / "checkpoints").is_dir() else "again"), None
+
+
+def check_alone(plain: Mapping[str, Any]) -> None:
+    """Refuse to train where a person asked what a sweep would do.
+
+    Raises:
+        ConfigError: sweep.dry_run without a sweep.
+    """
+    if (plain.get("sweep") or {}).get("dry_run"):
+        raise ConfigError("sweep.dry_run", True, "there is no sweep to list",
+                          "add -m, or set task=plan for the plan of one run")  # fmt: skip
 
 
 MACHINE = ("parallel", "precision")  # groups whose refusals may be this machine's fault
