@@ -135,7 +135,8 @@ class Search:
         else:
             if self.few is None:
                 self.few = [trial.saved(n) for n in FEW]
-            saved = extrapolated(*self.few, micro)
+            small, twice = self.few
+            saved = extrapolated(small, twice, micro)
         all_gradients = batch.accumulation_steps > 1 or batch.num_replicas > 1
         return resident.working + resident.beside + memory.peak(saved, resident.gradients, all_gradients)
 
