@@ -7,6 +7,7 @@ an epoch's order; everything here speaks of positions as `range`s, so that a sha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from isobatch.errors import ConfigError
 
@@ -26,7 +27,7 @@ class Batch:
     micro: int
     num_replicas: int
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
         return ceil_div(self.effective, self.micro)
 
@@ -136,7 +137,7 @@ class BatchPlan:
                 "set sampler.tail=keep or lower batch.effective",
             )  # fmt: skip
 
-    @property
+    @cached_property
     def epoch_size(self) -> int:
         """Positions consumed in one epoch, after `tail`."""
         effective, shards = self.batch.effective, self.batch.num_shards
@@ -146,7 +147,7 @@ class BatchPlan:
             return ceil_div(self.order_size, shards) * shards
         return self.order_size
 
-    @property
+    @cached_property
     def windows_per_epoch(self) -> int:
         return ceil_div(self.epoch_size, self.batch.effective)
 

@@ -6,6 +6,7 @@ when a logged loss turns out not to be finite are they read.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,14 +25,12 @@ class LossWatch:
     """The losses of this rank's shards since the last logged step."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Window, Tensor]] = []
+        self.seen: deque[tuple[Window, Tensor]] = deque(maxlen=KEPT)
 
     def saw(self, window: Window, reducer: Any) -> None:
         """After each step; nothing is read. `reducer.local_loss()`: this rank's part of the window's loss, or None."""
         loss = reducer.local_loss()
         if loss is not None:
-            if len(self.seen) == KEPT:
-                del self.seen[0]
             self.seen.append((window, loss))
 
     def clear(self) -> None:
