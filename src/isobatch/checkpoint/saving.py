@@ -42,6 +42,7 @@ class Checkpointer:
         self.saved_step: int | None = None
         self.saved_at = time.monotonic()
         self.existed = False
+        self.memory: dict[str, Any] = {}  # of the latest snapshot
 
     def due(self, step: int) -> bool:
         """Whether `step` is one of every `checkpoint.every`."""
@@ -71,7 +72,8 @@ class Checkpointer:
             return
         from isobatch.checkpoint.snapshot import Snapshot
 
-        snapshot = Snapshot({**tree, **self.about})
+        snapshot = Snapshot({**tree, **self.about}, self.memory)
+        self.memory = snapshot.memory
         names = ["last", "best"] if is_best else ["last"]
         # a daemon: the second Ctrl-C must not wait for a disk
         self.thread = threading.Thread(target=self._write, args=(snapshot, state.step, names), daemon=True)
