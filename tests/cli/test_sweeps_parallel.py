@@ -12,14 +12,19 @@ from pathlib import Path
 import launching
 import pytest
 from harness import BASE, train
+from hydra import compose, initialize_config_dir
 from launching import run, summary
+from omegaconf import OmegaConf
 
+from isobatch.config import conf_folder
 from isobatch.errors import ConfigError
-from isobatch.sweeps import slots
+from isobatch.sweeps import launchers, slots
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install 'isobatch[slurm]'")
 
-TRAIN = [sys.executable, str(launching.ROOT / "train.py"), "-m", *BASE, "epochs=null", "hydra.sweep.dir=sweep"]
+QUICK = [*BASE, "data=synthetic", "data.samples=200", "data.image_size=8", "epochs=null"]
+TRAIN = [sys.executable, str(launching.ROOT / "train.py"), "-m", *QUICK, "hydra.sweep.dir=sweep"]
+NO_REPORT = "hydra.callbacks.report.enabled=false"  # it is not what most tests are about, and costs as much as a job
 
 
 def lines(ended: launching.Ended, start: str) -> list[str]:
@@ -34,7 +39,7 @@ def test_jobs_at_once_are_the_jobs_alone_and_a_failed_one_stops_no_other(tmp_pat
     jobs = [summary(tmp_path / "sweep" / str(n)) for n in range(4)]
     assert [job["state"] for job in jobs] == ["completed", "failed", "completed", "failed"]
     assert [job["plan"]["world_size"] for job in (jobs[0], jobs[2])] == [1, 2]
-    train(tmp_path / "alone", *BASE, "epochs=null", *words)
+    train(tmp_path / "alone", *QUICK, *words)
     alone = summary(tmp_path / "alone")["weights_sha256"]
     assert jobs[0]["weights_sha256"] == jobs[2]["weights_sha256"] == alone
     assert len(lines(ended, "batch.effective=0: ")) == 2  # as a sweep in one process says it
@@ -85,9 +90,8 @@ def tasks(cwd: Path) -> set[int]:
     found = set()
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and "submitit.core._submit" in (entry / "cmdline").read_text():
-                if Path(os.readlink(entry / "cwd")) == cwd:
-                    found.add(int(entry.name))
+            if "submitit.core._submit" in (entry / "cmdline").read_text() and Path(os.readlink(entry / "cwd")) == cwd:
+                found.add(int(entry.name))
         except OSError:
             continue
     return found
@@ -102,7 +106,8 @@ def wait_until(condition: object, started: launching.Started, seconds: float = 9
 
 
 def test_a_warned_job_queues_again_and_goes_on_and_ctrl_c_ends_all(tmp_path: Path) -> None:
-    started = launching.Started([*TRAIN, "steps=10000000", "log_every=1", "seed=0,1,2", "sweep.parallel_jobs=2"], tmp_path)
+    started = launching.Started([*TRAIN, "steps=10000000", "log_every=1", "seed=0,1,2", NO_REPORT,
+                                "sweep.parallel_jobs=2"], tmp_path)
     rows = [tmp_path / "sweep" / job / "metrics.jsonl" for job in "01"]
     started.wait_for(*rows)
     first = next(iter(tasks(tmp_path)))
@@ -123,7 +128,6 @@ def test_a_warned_job_queues_again_and_goes_on_and_ctrl_c_ends_all(tmp_path: Pat
     assert not (tmp_path / "sweep" / "2").exists()
     told = "".join(p.read_text() for p in (tmp_path / "sweep" / ".submitit").rglob("*.err"))
     assert f"job {again} goes on from its last checkpoint" in told
-    assert (tmp_path / "sweep" / "report.csv").exists()
 
 
 def test_slots_are_equal_and_disjoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +170,28 @@ print("Submitted batch job 70")
 SRUN = """#!{python}
 import os, subprocess, sys
 words = sys.argv[1:]
+log = words[words.index("--error") + 1].replace("%A_%a", "70_" + os.environ["SLURM_ARRAY_TASK_ID"])
 command = words[next(i for i, word in enumerate(words) if "python" in word):]
-ranks = [subprocess.Popen(command, env={{**os.environ, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}})
+ranks = [subprocess.Popen(command, env={{**os.environ, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}},
+                          stderr=open(log.replace("%t", str(r)), "w"))
          for r in range(int(os.environ["SLURM_NTASKS"]))]
 sys.exit(max(abs(rank.wait()) for rank in ranks))
 """
 
 
+def test_the_presets_compose() -> None:
+    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        for words, key, value in [
+            (["hydra/launcher=slurm"], "hydra.launcher.max_num_timeout", 20),
+            (["hydra/launcher=local"], "hydra.launcher.timeout_min", 525600),
+            (["hydra/sweeper=search"], "hydra.sweeper.direction", "maximize"),
+        ]:
+            if words == ["hydra/sweeper=search"] and not launchers.installed("hydra_plugins.hydra_optuna_sweeper"):
+                continue
+            assert OmegaConf.select(compose("config", words, return_hydra_config=True), key) == value
+
+
+@pytest.mark.slow
 def test_slurm_gets_an_array_whose_tasks_are_the_ranks(tmp_path: Path) -> None:
     """Through stand-ins for sbatch and srun, since there is no cluster; everything else is the real thing."""
     tools, record = tmp_path / "bin", tmp_path / "submitted.sh"
@@ -182,7 +201,7 @@ def test_slurm_gets_an_array_whose_tasks_are_the_ranks(tmp_path: Path) -> None:
         (tools / name).write_text(text.format(**filled) if "{" in text else text)
         (tools / name).chmod(0o755)
     ended = run([*TRAIN, "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "hydra.launcher.partition=gpu",
-                 "steps=2", "parallel=ddp", "batch.effective=48,0", "sweep.parallel_jobs=4"], tmp_path,
+                 "steps=2", "parallel=ddp", "batch.effective=48,0", "sweep.parallel_jobs=4", NO_REPORT], tmp_path,
                 PATH=f"{tools}{os.pathsep}{os.environ['PATH']}")  # fmt: skip
     script = record.read_text()
     for option in ("--array=0-1%4", "--partition=gpu", "--gpus-per-node=1", "--time=240", "--signal=USR2@120",
@@ -197,10 +216,14 @@ def test_slurm_gets_an_array_whose_tasks_are_the_ranks(tmp_path: Path) -> None:
 
 def test_optuna_gets_the_objective_and_a_refused_trial_does_not_end_the_study_silently(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.optuna_sweeper", reason="pip install 'isobatch[optuna]'")
-    words = ["steps=2", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.0001,0.1)"]
-    ended = run([*TRAIN, *words, "hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"], tmp_path)
-    assert ended.code == 0, ended.err
-    values = [summary(tmp_path / "sweep" / job)["final"]["eval/accuracy"] for job in "012"]
+    words = ["steps=2", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.0001,0.1)", "batch.effective=choice(0,48)"]
+    ended = run([*TRAIN, *words, "hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", NO_REPORT,
+                 "hydra.sweeper.sampler.seed=1", "hydra.sweeper.max_failure_rate=1"], tmp_path)  # fmt: skip
+    jobs = [summary(tmp_path / "sweep" / job) for job in "012"]
+    values = [job["final"]["eval/accuracy"] for job in jobs if job["state"] == "completed"]
+    refused = [job for job in jobs if job["state"] == "failed"]
+    assert values and refused, "another seed, please"
+    assert ended.code == 1, ended.err  # a trial was refused, and the study went on
+    assert len(lines(ended, "batch.effective=0: ")) == len(refused)
     found = (tmp_path / "sweep" / "optimization_results.yaml").read_text()
     assert f"best_value: {max(values)}" in found and "optimizer.lr" in found
-    assert (tmp_path / "sweep" / "report.csv").exists()

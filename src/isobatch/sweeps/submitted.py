@@ -118,11 +118,11 @@ def start(executor: Any, task: Task, job: tuple[Any, ...]) -> Any:
 
 def collect(running: list[Running], done: dict[int, JobReturn]) -> list[Running]:
     """Move what has ended from `running` to `done`, with a line for each."""
-    ended = [one for one in running if one.job.done()]
+    ended = [one for one in running if one.job.task(0).done()]  # of several tasks, rank 0 tells the story
     for one in ended:
         running.remove(one)
         done[one.number] = result(one)
-        said = [line for line in (one.job.stderr() or "").splitlines() if line.startswith("isobatch: ")]
+        said = [line for line in (one.job.task(0).stderr() or "").splitlines() if line.startswith("isobatch: ")]
         for line in said:
             print(line, file=sys.stderr, flush=True)
         if done[one.number].status == JobStatus.COMPLETED:
@@ -136,16 +136,17 @@ def collect(running: list[Running], done: dict[int, JobReturn]) -> list[Running]
 
 def result(one: Running) -> JobReturn:
     """What the job returned; a failure in its place where it could not return anything."""
-    one.job._results_timeout_s = 2  # the process is gone: 15 s more would bring no result
+    main = one.job.task(0)
+    main._results_timeout_s = 2  # the process is gone: 15 s more would bring no result
     try:
-        found: JobReturn = one.job.results()[0]
+        found: JobReturn = main.result()
         return found
     except Exception as error:
         lost = JobReturn(overrides=one.overrides, status=JobStatus.FAILED)
         words = str(error).splitlines()
         reason = next((line for line in reversed(words) if line.strip(" -")), type(error).__name__)
         lost.return_value = JobLost(f"isobatch: job {one.number} ended without a result ({reason.strip()[:200]}); "
-                                    f"see {one.job.paths.stderr}")  # fmt: skip
+                                    f"see {main.paths.stderr}")  # fmt: skip
         return lost
 
 

@@ -49,7 +49,7 @@ class Task:
         code = 1
         try:
             if join(environment) > 0:
-                launch.follow()
+                return self.follow()
             result = self.launcher(*job)
             code = int(result.status.name != "COMPLETED")
             return result
@@ -60,6 +60,13 @@ class Task:
             launch.finish(code)
             if self.warned.is_set() and code > 128:
                 requeue(environment._usr_sig(), None)  # ends this process; rank 0 has the job started again
+
+    def follow(self) -> None:
+        """A rank other than 0. It always leaves a result: the job's story is rank 0's."""
+        try:
+            launch.follow()
+        except SystemExit:
+            return
 
     def checkpoint(self, *job: Any) -> Any:
         """What runs when the job starts again: the same, since its folder says how far it came."""
