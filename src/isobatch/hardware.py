@@ -25,7 +25,8 @@ def set_up(config: Config, ranks: Ranks, device: torch.device) -> int:
     torch.set_default_dtype(torch.float32)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != config.deterministic:
+        torch.use_deterministic_algorithms(config.deterministic)  # brings torch's compiler along: 3 s of a start
     torch.backends.cudnn.benchmark = device.type == "cuda" and not (config.deterministic or config.reduction.exact)
     torch.backends.cudnn.deterministic = config.deterministic or config.reduction.exact
     config.precision.setup()

@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch import config as configuration
 from isobatch import contract
 from isobatch.checkpoint import reading
 from isobatch.checkpoint.folder import Folder
+from isobatch.checkpoint.reading import Saved
 from isobatch.contract import Difference
 from isobatch.errors import ConfigError
 from isobatch.scheduler import Schedule
 
 if TYPE_CHECKING:
     from isobatch.checkpoint import Checkpointer
-    from isobatch.checkpoint.reading import Saved
     from isobatch.config import Config
     from isobatch.distributed import Ranks
     from isobatch.state import TrainState
@@ -44,7 +45,9 @@ class Resume:
         self.notes: list[str] = []
         self.finished = False
         self.saved: Saved | None = on_main(ranks, lambda: self._find())
+        self.begun: Saved | None = None  # what an attempt that left no checkpoint was, as far as its files tell
         if self.saved is None:
+            self.begun = on_main(ranks, lambda: self._find_begun())
             return
         self.notes.append(f"goes on from {self.saved.path}, step {self.saved.step}")
         if config.task == "train":
@@ -61,6 +64,18 @@ class Resume:
             log.warning("checkpoint.resume=never: this run starts over, its earlier checkpoints are in %s", aside)
         return None if named is None else reading.read(named, config.checkpoint.load)
 
+    def _find_begun(self) -> Saved | None:
+        """An attempt of this very run in this folder that was killed before its first checkpoint."""
+        before, options = configuration.read_yaml(self.run_dir / "config.yaml"), self.config.checkpoint
+        if before is None or self.config.task != "train" or before.get("task") != "train" or options.resume != "auto":
+            return None
+        try:
+            plan = json.loads((self.run_dir / "plan.json").read_text(encoding="utf-8"))
+            same = before.get("batch") == self.config.plain["batch"] and not contract.differences(before, self.config.plain)
+        except (OSError, ValueError):
+            return None
+        return Saved(self.run_dir, 0, {"plan": plan, "config": before}) if same and isinstance(plan, dict) else None
+
     @property
     def in_place(self) -> bool:
         """Whether the run goes on in the folder that it was in."""
@@ -74,9 +89,10 @@ class Resume:
         """
         config = self.config
         effective, micro, accumulation = config.batch.effective, config.batch.micro, config.accumulation.steps
-        if self.saved is None or (config.task != "train" and micro != "auto"):
+        saved = self.saved or self.begun
+        if saved is None or (config.task != "train" and micro != "auto"):
             return effective, micro, accumulation
-        before, was = self.saved.state["plan"], self.saved.state["config"].get("accumulation") or {}
+        before, was = saved.state["plan"], saved.state["config"].get("accumulation") or {}
         try:
             effective = before["effective_batch"] if effective is None else effective
             if accumulation == was.get("steps"):
@@ -84,6 +100,8 @@ class Resume:
                 if micro in (None, "auto"):
                     micro = min(int(before["micro_batch"]), effective)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            if self.saved is None:  # a file that a kill or somebody's hand damaged: the run begins as any other
+                return config.batch.effective, config.batch.micro, config.accumulation.steps
             raise self._unfit("its plan is incomplete") from None
         return effective, micro, accumulation
 

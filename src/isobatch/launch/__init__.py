@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,5 @@ def finish(code: int) -> None:
     """Last of all in the process that runs Hydra: let the other ranks go, and leave no fork server."""
     lead.finish(code)
     spawn.stop_fork_server()
+    if code and "TORCHELASTIC_RUN_ID" in os.environ and sys.exc_info()[0] is None:  # else the stack is still to be shown
+        lead.leave(code)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import sys
 import threading
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 
 from isobatch.distributed import Ranks, ranks_from_environment
 from isobatch.errors import ConfigError
-from isobatch.launch import devices
+from isobatch.launch import devices, memory
 from isobatch.launch.job import execute, log_to
 from isobatch.launch.outcome import Folder, Outcome, cause
 from isobatch.launch.signals import STOP
@@ -35,6 +36,7 @@ TICK_S = 0.05
 
 _jobs = iter(range(10**9))
 _silent: set[int] = set()  # ranks that did not report the end of a job: nobody waits for them again
+_remembered: dict[str, str] = {}  # rank 0: what all ranks know of the run folder (memory.py)
 
 
 @functools.cache
@@ -76,6 +78,7 @@ def store() -> Any:
             for rank in sorted(missing):
                 if raw.check([f"ack/{epoch}/{rank}"]):
                     missing.discard(rank)
+                    _remembered.update(json.loads(raw.get(f"ack/{epoch}/{rank}")))
                 elif raw.check([f"hello/{rank}"]):
                     token = raw.get(f"hello/{rank}").decode()  # may be a dead process's: nobody reads that welcome
                     if greeted.get(rank) != token:
@@ -88,14 +91,24 @@ def store() -> Any:
         token = uuid.uuid4().hex
         raw.set(f"hello/{ranks.rank}", token)
         epoch = raw.get(f"welcome/{token}").decode()  # waits, as long as the store's own limit
-        raw.set(f"ack/{epoch}/{ranks.rank}", "1")
+        raw.set(f"ack/{epoch}/{ranks.rank}", json.dumps(memory.recall()))
     return dist.PrefixStore(f"epoch{epoch}", raw)
+
+
+def run_folder(parent: str, make: Callable[[str], str]) -> str:
+    """The launch's run folder in `parent`: an earlier attempt's, if any rank's machine remembers one, else `make`'s."""
+    if ranks_from_environment().world_size > 1:
+        store()  # the others have said by then what they remember
+    found = memory.recall().get(parent) or _remembered.get(parent) or make(parent)
+    memory.remember({parent: found})
+    return found
 
 
 def run_led(plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str) -> Outcome:
     """Rank 0: run the next job with all ranks and return the outcome that tells its story."""
     number = next(_jobs)
-    store().set(f"job{number}", json.dumps({"plain": plain, "run_dir": str(run_dir), "target": target}))
+    store().set(f"job{number}", json.dumps({"plain": plain, "run_dir": str(run_dir), "target": target,
+                                            "folders": memory.recall()}))  # fmt: skip
 
     def give_up(trouble: Outcome) -> None:
         # the main thread sits in a collective that will never end, so this launch ends here
@@ -130,47 +143,72 @@ def _without_a_word(mine: Outcome, silent: list[int], waited_s: float) -> Outcom
 def follow() -> NoReturn:
     """Every other rank: run the jobs that rank 0 announces, and exit with its code when it says so."""
     ranks = ranks_from_environment()
+    code: int | str | None = 1
     try:
         _follow(ranks)
-        sys.exit(1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
+    except SystemExit as leaving:
+        code = leaving.code
     except Exception as error:  # the store is gone, so rank 0 is, and it has told the story
-        sys.exit(f"isobatch: rank {ranks.rank} lost rank 0 ({' '.join(str(error).split())[:200]})")
+        code = f"isobatch: rank {ranks.rank} lost rank 0 ({' '.join(str(error).split())[:200]})"
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    if code:
+        leave(code)
+    sys.exit(0)
 
 
 def _follow(ranks: Ranks) -> None:
     shared = store()
     for number in range(10**9):
-        limit = time.monotonic() + ARRIVE_S
+        # a stop that ended the job at rank 0 too comes with its "end"; if rank 0 is dead, torchrun waits for this rank
+        limit = time.monotonic() + (FALLOUT_S if STOP.requested else ARRIVE_S)
         while not shared.check([f"job{number}"]):
             if shared.check(["end"]):
                 code = int(shared.get("end"))
                 shared.set(f"bye{ranks.rank}", "1")
+                if not code:
+                    memory.forget()
                 if code:  # torchrun stops all at the first one that ends badly, and calls it the cause: rank 0 it is
                     time.sleep(BYE_S / 10)
                 sys.exit(code)
             if time.monotonic() > limit:
+                if STOP.requested:
+                    sys.exit(128 + STOP.requested)
                 sys.exit(f"isobatch: rank {ranks.rank} heard nothing from rank 0 for {ARRIVE_S:.0f} s")
             time.sleep(TICK_S)
         message = json.loads(shared.get(f"job{number}"))
+        memory.remember(message["folders"])
         run_dir = Path(message["run_dir"])
         run_dir.mkdir(parents=True, exist_ok=True)  # on another machine it may not be there
         log_to(run_dir, ranks.rank)
         _run_joined(number, message["plain"], run_dir, ranks, message["target"], lambda trouble: os._exit(1))
 
 
+def leave(code: int) -> NoReturn:
+    """End this process now. torchrun restarts nobody before all are gone, and to take torch apart takes seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)
+
+
 def finish(code: int) -> None:
     """Rank 0, last of all: let the others go with the same exit code."""
     ranks = ranks_from_environment()
+    if not code:
+        memory.forget()
     if ranks.world_size == 1 or not ranks.is_main:
         return
     with contextlib.suppress(Exception):  # without a store there is nobody to tell
         shared = store()
         shared.set("end", str(code))
-        # rank 0 may be the one that serves the store, so it leaves last
+        # rank 0 may be the one that serves the store, so it leaves last; after a failure some may be dead, and torchrun
+        # restarts nobody before all are gone
         expected = [f"bye{rank}" for rank in range(1, ranks.world_size) if rank not in _silent]
-        _until(lambda: not expected or shared.check(expected), BYE_S)
+        _until(lambda: not expected or shared.check(expected), FALLOUT_S if code else BYE_S)
 
 
 def _run_joined(number: int, plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str,
@@ -223,4 +261,4 @@ def _until(condition: Callable[[], bool], limit_s: float) -> None:
         time.sleep(TICK_S)
 
 
-__all__ = ["STOP", "finish", "follow", "root_store", "run_led"]
+__all__ = ["STOP", "finish", "follow", "leave", "root_store", "run_folder", "run_led"]
