@@ -29,7 +29,7 @@ def on_one_process(folder: Path, made: dict[str, Any]) -> dict[str, Trace]:
     assert len({t.weights for t in found.values()}) >= len(kinds), "every precision and optimizer is a training of its own"
     for name, trace in found.items():
         assert (trace.skipped > 0) == name.startswith("fp16")
-        assert (trace.reruns > 0) == name.endswith("bin64"), "the first window finds its units"
+        assert trace.reruns > 0 or not name.startswith("fp16") or not name.endswith("bin64")
     return found
 
 
@@ -44,14 +44,30 @@ def test_every_plan_trains_the_same_bits(tmp_path: Path, one: dict[str, Trace], 
         assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
 
 
+def test_half_weights_train_the_same_bits(tmp_path: Path) -> None:
+    """Their gradients are summed in fp32 and handed to the masters as they are."""
+    made = {
+        f"{precision}-{method}": job(f"precision={precision}", "optimizer=sgd", "optimizer.lr=0.05", "reduction=exact",
+                                     f"reduction.method={method}", "steps=5", "eval_every=5")
+        for precision, method in (("O2", "tree"), ("O2", "bin64"), ("bf16_pure", "tree"))
+    }  # fmt: skip
+    one = {name: ranks[0] for name, ranks in traces(tmp_path, ONE, made).items()}
+    for plan in (DP[0], DDP[2]):
+        for name, ranks in traces(tmp_path, plan, made).items():
+            assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
+
+
+@pytest.fixture(scope="module")
+def one_long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+    return on_one_process(tmp_path_factory.mktemp("one_long"), jobs(200, FULL))
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_every_plan_trains_the_same_bits_for_200_steps(tmp_path: Path) -> None:
-    made = jobs(200, FULL)
-    expected = on_one_process(tmp_path / "one", made)
-    for plan in (*DP, *DDP):
-        for name, ranks in traces(tmp_path, plan, made, limit_s=3000).items():
-            assert differences(expected[name], ranks) == [], f"{plan.name}: {name}"
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("plan", [*DDP, *DP], ids=lambda plan: plan.name)
+def test_every_plan_trains_the_same_bits_for_200_steps(tmp_path: Path, one_long: dict[str, Trace], plan: Plan) -> None:
+    for name, ranks in traces(tmp_path, plan, jobs(200, FULL), limit_s=3500).items():
+        assert differences(one_long[name], ranks) == [], f"{plan.name}: {name}"
 
 
 @pytest.mark.parametrize("method", ["tree", "bin64"])
