@@ -183,7 +183,8 @@ def install(arguments: Sequence[str] = ()) -> None:
     # every sweep ends in a comparison; a class that Hydra is to call is named here, in code, never in a config file
     ConfigStore.instance().store(
         group="hydra/callbacks", name="isobatch",
-        node={"report": {"_target_": "isobatch.sweep_callback.SweepReport", "tolerance": "${sweep.tolerance}"}},
+        node={"report": {"_target_": "isobatch.sweep_callback.SweepReport", "tolerance": "${sweep.tolerance}",
+                         "enabled": True}},
     )  # fmt: skip
     # cached in the config, so that a job which a launcher plugin runs elsewhere finds the same folder
     OmegaConf.register_new_resolver("stamp", STAMP, replace=True, use_cache=True)
