@@ -91,8 +91,8 @@ class BinSum:
 
     def begin(self, num_filled: int) -> None:
         self.offsets = [offset(self.units.exponents[i]) for i in self.bucket.ids]
-        for part, value in zip(self.parts, self.offsets, strict=True):
-            part.fill_(value)
+        torch._foreach_zero_(self.parts)
+        torch._foreach_add_(self.parts, self.offsets)
         self.largest.fill_(-1.0)
 
     def leaf(self, shard: int, gradients: list[Tensor | None]) -> None:
@@ -134,8 +134,7 @@ class BinSum:
 
     def launch(self) -> None:
         """Take the offsets off, which leaves whole numbers of units, and send every owner its share."""
-        for part, value in zip(self.parts, self.offsets, strict=True):
-            part.sub_(value)
+        torch._foreach_sub_(self.parts, self.offsets)
         if self.num_ranks == 1:
             return
         share = self.bucket.padded // self.num_ranks

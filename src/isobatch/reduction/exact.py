@@ -188,9 +188,8 @@ class ExactReducer:
         """
         mine = torch.tensor(self.touched, dtype=torch.float64).sub_(1.0)
         if self.units is not None:
-            for part in self.sums:
-                mine[part.bucket.ids] = part.largest.cpu()  # type: ignore[union-attr]
-            mine.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+            found = torch.cat([part.largest for part in self.sums if isinstance(part, BinSum)]).cpu()
+            mine[[i for bucket in self.buckets for i in bucket.ids]] = found.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         return self.ranks.all_reduce(mine, "max").tolist()
 
     # -- losses and buffers --------------------------------------------------------------------------------------
