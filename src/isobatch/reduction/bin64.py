@@ -91,7 +91,7 @@ class BinSum:
 
     def begin(self, num_filled: int) -> None:
         self.offsets = [offset(self.units.exponents[i]) for i in self.bucket.ids]
-        torch._foreach_zero_(self.parts)
+        self.sum.zero_()
         torch._foreach_add_(self.parts, self.offsets)
         self.largest.fill_(-1.0)
 
