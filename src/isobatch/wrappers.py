@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,8 @@ def distributed_data_parallel(model: nn.Module, ranks: Ranks, device: torch.devi
     looks, anchor = options.find_unused_parameters is True, None
     if options.find_unused_parameters == "auto":
         looks, anchor = _look(model, ranks, device, first)
+    # depthwise kernels (C, 1, k, k) have two descriptions of one and the same layout, which DDP takes for two layouts
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     for p in model.parameters():
         p.grad_dtype = p.dtype  # DDP's buckets have the weights' dtype, so half copies collect in half here
     wrapped = WatchedDDP(

@@ -67,6 +67,9 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
 
 
+pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on where others ended
+
+
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_the_readme_runs(command: str, folder: Path) -> None:
