@@ -25,7 +25,7 @@ ADDED = {
     "experiment=article": "",
     "reduction=exact sweep": "steps=2 model=mlp",
     "experiment=equivalence": "steps=2 model=mlp",
-    "experiment=strategies": "steps=3 model=mlp data.image_size=8 data.samples=96",
+    "experiment=strategies": "steps=4 warmup=2 log_every=2 eval_every=4 plan=one,ddp2 precision=O0,O2",
     "isobatch.report": "",
 }
 SKIPPED = ("make ", "pip ")  # installing: CI does it before these tests
