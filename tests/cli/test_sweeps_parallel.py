@@ -191,9 +191,28 @@ def test_the_presets_compose() -> None:
             assert OmegaConf.select(compose("config", words, return_hydra_config=True), key) == value
 
 
+def test_parallel_jobs_limit_the_array_and_other_launchers_keep_their_own_number() -> None:
+    from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
+
+    config = OmegaConf.create({"sweep": {"parallel_jobs": 4}, "hydra": {"sweep": {"dir": "sweep"}, "sweeper": "BasicSweeper"}})
+
+    class RayLauncher: ...
+
+    def make() -> SlurmLauncher:
+        launcher = SlurmLauncher(array_parallelism=256)
+        launcher.setup(hydra_context=None, task_function=None, config=config)
+        return launcher
+
+    chosen = launchers.choose(make, None, None, config)
+    assert chosen.launcher.launcher.params["array_parallelism"] == 4 and not chosen.launcher.slots
+    with pytest.raises(ConfigError, match="RayLauncher has its own"):
+        launchers.choose(RayLauncher, None, None, config)
+
+
 @pytest.mark.slow
-def test_slurm_gets_an_array_whose_tasks_are_the_ranks(tmp_path: Path) -> None:
+def test_slurm_gets_an_array_whose_tasks_are_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through stand-ins for sbatch and srun, since there is no cluster; everything else is the real thing."""
+    monkeypatch.setattr(launching, "LIMIT_S", 220)  # four processes import torch at once
     tools, record = tmp_path / "bin", tmp_path / "submitted.sh"
     tools.mkdir()
     filled = {"python": sys.executable, "record": str(record), "tasks": 2}
@@ -201,10 +220,10 @@ def test_slurm_gets_an_array_whose_tasks_are_the_ranks(tmp_path: Path) -> None:
         (tools / name).write_text(text.format(**filled) if "{" in text else text)
         (tools / name).chmod(0o755)
     ended = run([*TRAIN, "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "hydra.launcher.partition=gpu",
-                 "steps=2", "parallel=ddp", "batch.effective=48,0", "sweep.parallel_jobs=4", NO_REPORT], tmp_path,
+                 "steps=2", "parallel=ddp", "batch.effective=48,0", NO_REPORT], tmp_path,
                 PATH=f"{tools}{os.pathsep}{os.environ['PATH']}")  # fmt: skip
     script = record.read_text()
-    for option in ("--array=0-1%4", "--partition=gpu", "--gpus-per-node=1", "--time=240", "--signal=USR2@120",
+    for option in ("--array=0-1%2", "--partition=gpu", "--gpus-per-node=1", "--time=240", "--signal=USR2@120",
                    "--nodes=1", "--ntasks-per-node=2"):  # fmt: skip
         assert f"#SBATCH {option}" in script
     assert ended.code == 1, ended.err
