@@ -36,11 +36,12 @@ class Ended:
 class Started:
     """A running command in a process group of its own, like a shell's foreground job."""
 
-    def __init__(self, command: list[str], cwd: Path, **environ: str):
+    def __init__(self, command: list[str], cwd: Path, keep: dict[str, str] | None = None, **environ: str):
         paths = [str(ROOT / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **environ}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "HYDRA_FULL_ERROR"):
             env.pop(name, None)
+        env |= keep or {}  # a launcher's own variables, for a test that plays the launcher
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             command, cwd=cwd, env=env, text=True, start_new_session=True, stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ log = logging.getLogger("standin")
 
 
 def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
-    """Do what STANDIN asks of this rank and job: fail<rank>, refuse, kill<rank>, hang<rank>, sleep, devices."""
+    """Do what STANDIN asks of this rank and job: fail<rank>, refuse, kill<rank>, hang<rank>, stuck<rank>, sleep."""
     what, here = os.environ.get("STANDIN", ""), f"{ranks.rank}"
     if os.environ.get("STANDIN_AT", str(plain["accumulation"]["steps"])) != str(plain["accumulation"]["steps"]):
         what = ""  # meant for another job of the sweep
@@ -36,6 +36,8 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
         if what.startswith("hang"):  # the others wait for this rank, which has failed without a word to the group
             if what == f"hang{here}":
                 raise RuntimeError(f"rank {here} leaves")
+            time.sleep(600)
+        if what == f"stuck{here}":
             time.sleep(600)
         if what == "sleep":
             (run_dir / f"ready{here}").touch()

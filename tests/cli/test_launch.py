@@ -73,6 +73,43 @@ def test_a_rank_that_waits_for_nothing_is_taken_down_with_the_one_that_failed(tm
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.parametrize("start", ["own ranks", "torchrun"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_ended_by_the_time_limit_and_named(tmp_path: Path, start: str, rank: int) -> None:
+    command = [*COMMAND, *TWO_RANKS] if start == "own ranks" else [*TORCHRUN, "parallel=ddp"]
+    ended = run([*command, "parallel.timeout_s=3", "hydra.run.dir=run"], tmp_path, STANDIN=f"stuck{rank}")
+    line = f"rank {rank} hung: the others waited parallel.timeout_s=3 s for a collective"
+    assert ended.code == 1
+    assert ended.own_lines() == [f"isobatch: {line}"]
+    assert ended.seconds < 100  # most of it is starting and, under torchrun, 15 s for the rank that hangs to come out
+    assert summary(tmp_path / "run")["error"] == line
+    assert left_over(tmp_path) == []
+
+
+def test_two_torchruns_at_once_beside_a_taken_port_do_not_meet(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("", 29500))
+        taken.listen()
+        both = [Started([*TORCHRUN, "parallel=ddp", f"accumulation={n}"], tmp_path) for n in (2, 3)]
+        assert [started.ended().code for started in both] == [0, 0]
+    jobs = [summary(path.parent) for path in tmp_path.glob("outputs/*/*/summary.json")]
+    assert sorted(job["steps"] for job in jobs) == [2, 3]
+    assert len({pid for job in jobs for _, pid, _ in job["seen"]}) == 4
+
+
+def test_a_taken_port_that_was_asked_for_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = Started([*COMMAND, "parallel=ddp", "hydra.run.dir=run"], tmp_path, keep={
+            "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).ended()  # fmt: skip
+    assert ended.code == 2
+    assert ended.own_lines() == [f"isobatch: MASTER_PORT={port}: port {port} is in use on this machine; "
+                                 "set another port, or let torchrun choose one"]  # fmt: skip
+
+
 def test_a_failure_shows_one_traceback_and_a_refusal_one_line(tmp_path: Path) -> None:
     failed = run([*COMMAND, "hydra.run.dir=failed"], tmp_path, STANDIN="fail0")
     assert (failed.code, failed.tracebacks()) == (1, 1)

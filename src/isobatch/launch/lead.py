@@ -25,7 +25,7 @@ from isobatch.distributed import Ranks, ranks_from_environment
 from isobatch.errors import ConfigError
 from isobatch.launch import devices, memory
 from isobatch.launch.job import execute, log_to
-from isobatch.launch.outcome import Folder, Outcome, cause
+from isobatch.launch.outcome import Folder, Outcome, cause, hung
 from isobatch.launch.signals import STOP
 
 ARRIVE_S = 600.0  # for ranks to start, and for rank 0 to compose the next job
@@ -110,8 +110,11 @@ def run_led(plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str) -> 
     store().set(f"job{number}", json.dumps({"plain": plain, "run_dir": str(run_dir), "target": target,
                                             "folders": memory.recall()}))  # fmt: skip
 
+    timeout_s = float(plain["parallel"].get("timeout_s") or 600)
+
     def give_up(trouble: Outcome) -> None:
-        # the main thread sits in a collective that will never end, so this launch ends here
+        # the main thread sits in what will never end, so this launch ends here
+        trouble = hung(trouble, "rank 0", timeout_s) or trouble
         Folder(run_dir).settle(trouble)
         print(trouble.trace.rstrip(), file=sys.stderr, flush=True)
         store().set("end", "1")
@@ -119,12 +122,13 @@ def run_led(plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str) -> 
 
     mine = _run_joined(number, plain, run_dir, ranks, target, give_up)
     keys = {rank: f"outcome{number}/{rank}" for rank in range(1, ranks.world_size)}
-    limit = float(plain["parallel"].get("timeout_s") or 600) if mine.kind == "done" else FALLOUT_S
+    limit = timeout_s if mine.kind == "done" else FALLOUT_S
     _until(lambda: store().check(list(keys.values())), limit)
     theirs = {rank: Outcome.from_json(store().get(key)) for rank, key in keys.items() if store().check([key])}
     _silent.update(set(keys) - set(theirs))
     if len(theirs) < len(keys):
-        return _without_a_word(mine, sorted(set(keys) - set(theirs)), limit)
+        silent = sorted(set(keys) - set(theirs))
+        return hung(mine, f"rank {', '.join(map(str, silent))}", timeout_s) or _without_a_word(mine, silent, limit)
     return cause([mine, *theirs.values()])
 
 
@@ -161,30 +165,29 @@ def follow() -> NoReturn:
 
 
 def _follow(ranks: Ranks) -> None:
-    shared = store()
+    shared, patience = store(), ARRIVE_S
     for number in range(10**9):
         # a stop that ended the job at rank 0 too comes with its "end"; if rank 0 is dead, torchrun waits for this rank
-        limit = time.monotonic() + (FALLOUT_S if STOP.requested else ARRIVE_S)
+        limit = time.monotonic() + (FALLOUT_S if STOP.requested else patience)
         while not shared.check([f"job{number}"]):
             if shared.check(["end"]):
                 code = int(shared.get("end"))
                 shared.set(f"bye{ranks.rank}", "1")
-                if not code:
-                    memory.forget()
                 if code:  # torchrun stops all at the first one that ends badly, and calls it the cause: rank 0 it is
                     time.sleep(BYE_S / 10)
                 sys.exit(code)
             if time.monotonic() > limit:
                 if STOP.requested:
                     sys.exit(128 + STOP.requested)
-                sys.exit(f"isobatch: rank {ranks.rank} heard nothing from rank 0 for {ARRIVE_S:.0f} s")
+                sys.exit(f"isobatch: rank {ranks.rank} heard nothing from rank 0 for {patience:.0f} s")
             time.sleep(TICK_S)
         message = json.loads(shared.get(f"job{number}"))
         memory.remember(message["folders"])
         run_dir = Path(message["run_dir"])
         run_dir.mkdir(parents=True, exist_ok=True)  # on another machine it may not be there
         log_to(run_dir, ranks.rank)
-        _run_joined(number, message["plain"], run_dir, ranks, message["target"], lambda trouble: os._exit(1))
+        ended = _run_joined(number, message["plain"], run_dir, ranks, message["target"], lambda trouble: os._exit(1))
+        patience = 2 * TROUBLE_S if ended.kind == "failed" else ARRIVE_S  # by then rank 0 has failed too, or is dead
 
 
 def leave(code: int) -> NoReturn:
@@ -198,8 +201,6 @@ def leave(code: int) -> NoReturn:
 def finish(code: int) -> None:
     """Rank 0, last of all: let the others go with the same exit code."""
     ranks = ranks_from_environment()
-    if not code:
-        memory.forget()
     if ranks.world_size == 1 or not ranks.is_main:
         return
     with contextlib.suppress(Exception):  # without a store there is nobody to tell

@@ -2,7 +2,8 @@
 
 torchrun's workers end with every restart and its store may be a new one after each (a world of one has none, a node that
 joins can become the one that serves it). What stays on a machine is the agent, the workers' parent. So each machine keeps
-a small file per living agent, and the ranks put together what their machines remember (lead.py).
+a small file per living agent, also when the run is complete: a node can join at that very moment. The ranks put together
+what their machines remember (lead.py).
 """
 
 from __future__ import annotations
@@ -36,14 +37,6 @@ def remember(folders: dict[str, str]) -> None:
         part.write_text(json.dumps({**recall(), **folders}), encoding="utf-8")
         os.replace(part, file)
         _forget_the_dead(file.parent)
-
-
-def forget() -> None:
-    """The launch is done: there will be no next attempt."""
-    file = _file()
-    if file is not None:
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
 
 
 def _file() -> Path | None:

@@ -94,6 +94,14 @@ def cause(outcomes: list[Outcome]) -> Outcome:
     return min(bad, key=lambda o: o.at) if bad else outcomes[0]
 
 
+def hung(outcome: Outcome, names: str, timeout_s: float) -> Outcome | None:
+    """What `outcome` means if it is a collective's time limit, and the ranks `names` never came out of the job."""
+    if outcome.kind != "failed" or not ("timed out" in outcome.line.lower() or "timeout" in outcome.line.lower()):
+        return None
+    line = f"{names} hung: the others waited parallel.timeout_s={timeout_s:g} s for a collective"
+    return Outcome("failed", line=line, trace=f"isobatch: {line}", rank=-1)  # no rank's own words
+
+
 class Folder:
     """A run folder as the launcher sees it: it writes only what the ranks could not write themselves."""
 

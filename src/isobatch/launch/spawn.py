@@ -24,7 +24,7 @@ from typing import Any
 
 from isobatch.distributed import Ranks
 from isobatch.launch.job import execute, log_to
-from isobatch.launch.outcome import Folder, Outcome, cause
+from isobatch.launch.outcome import Folder, Outcome, cause, hung
 from isobatch.launch.signals import STOP
 
 PEERS_S = 10.0  # for the ranks that did not fail: to notice, and to close what they had open
@@ -90,11 +90,11 @@ def _watch(workers: list[ForkServerProcess], meeting: Path, timeout_s: float) ->
             killed.update(worker.name for worker in alive.values())
             for worker in alive.values():
                 worker.kill()
-    return _verdict(workers, dead, killed, meeting, asked)
+    return _verdict(workers, dead, killed, meeting, asked, timeout_s)
 
 
 def _verdict(workers: list[ForkServerProcess], dead: list[ForkServerProcess], killed: set[str], meeting: Path,
-             asked: int) -> Outcome:  # fmt: skip
+             asked: int, timeout_s: float) -> Outcome:  # fmt: skip
     notes: dict[str, Outcome] = {}
     for rank, worker in enumerate(workers):
         with suppress(OSError, ValueError):
@@ -112,7 +112,9 @@ def _verdict(workers: list[ForkServerProcess], dead: list[ForkServerProcess], ki
     if killed and all(note.kind == "done" for note in notes.values()):
         line = f"{', '.join(sorted(killed))} did not end with the others"
         return Outcome("failed", line=line, trace=f"isobatch: {line}")
-    return cause([notes[worker.name] for worker in workers if worker.name in notes])
+    found = cause([notes[worker.name] for worker in workers if worker.name in notes])
+    silent = sorted(killed - set(notes))
+    return (hung(found, ", ".join(silent), timeout_s) if silent else None) or found
 
 
 def _end(worker: ForkServerProcess) -> None:
