@@ -102,6 +102,7 @@ def test_30_dashes_are_refused(tmp_path: Path) -> None:
     assert done.returncode == 2 and "write optimizer.lr=0.1" in done.stderr
 
 
+@pytest.mark.slow
 def test_30_agent_runs_our_sweep_file(tmp_path: Path) -> None:
     """`wandb agent` end to end, with two self-launched ranks in each job, against a server on loopback."""
     sweep = yaml.safe_load((conf_folder() / "wandb_sweep.yaml").read_text())

@@ -26,6 +26,8 @@ ADDED = {
     "reduction=exact sweep": "steps=2 model=mlp",
     "experiment=equivalence": "steps=2 model=mlp",
     "experiment=strategies": "steps=4 warmup=2 log_every=2 eval_every=4 plan=one,ddp2 precision=O0,O2",
+    "sweep.dry_run": "",
+    "sweep.parallel_jobs": f"{SHORT} model=mlp",
     "isobatch.report": "",
 }
 SKIPPED = ("make ", "pip ")  # installing: CI does it before these tests
@@ -70,8 +72,15 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on where others ended
 
 
+# many ranks or many jobs: their parts have small tests of their own, so these run in `make test-all`
+LONG = ("sweep.tolerance=0", "experiment=strategies", "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "photos")
+
+
 @pytest.mark.timeout(220)
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=pytest.mark.slow if any(part in c for part in LONG) else ()) for c in commands()],
+)
 def test_a_command_of_the_readme_runs(command: str, folder: Path) -> None:
     done = run(shortened(command), folder)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

@@ -105,6 +105,7 @@ def wait_until(condition: object, started: launching.Started, seconds: float = 9
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_warned_job_queues_again_and_goes_on_and_ctrl_c_ends_all(tmp_path: Path) -> None:
     started = launching.Started([*TRAIN, "steps=10000000", "log_every=1", "seed=0,1,2", NO_REPORT,
                                 "sweep.parallel_jobs=2"], tmp_path)
@@ -233,6 +234,7 @@ def test_slurm_gets_an_array_whose_tasks_are_the_ranks(tmp_path: Path, monkeypat
     assert len(lines(ended, "batch.effective=0: ")) == 1
 
 
+@pytest.mark.slow
 def test_optuna_gets_the_objective_and_a_refused_trial_does_not_end_the_study_silently(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.optuna_sweeper", reason="pip install 'isobatch[optuna]'")
     words = ["steps=2", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.0001,0.1)", "batch.effective=choice(0,48)"]

@@ -23,7 +23,7 @@ from isobatch import run
 from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError, JobFailed
 
-COUNT = int(os.environ.get("ISOBATCH_FUZZ", "100"))
+COUNT = int(os.environ.get("ISOBATCH_FUZZ", "40"))
 NAMES = ("state.pt", "model.safetensors", "manifest.json")
 SETTING = ("epochs=null", "steps=3", "eval_every=3", "batch.effective=4", "optimizer=adamw", "ema=ema", "optimizer.lr=0.1")
 VALUES: list[Callable[[], Any]] = [
