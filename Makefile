@@ -27,9 +27,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/test-ready: $(VENV)/ready
+$(VENV)/test-ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	@touch $@
+	@touch $@ $(VENV)/ready
 
 clean:
 	rm -rf $(VENV)

@@ -61,7 +61,9 @@ def raw_loop(loop: Any, ranks: Ranks) -> Callable[[int], None]:
     import copy
 
     model: Any = copy.deepcopy(loop.state.model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=0.0005, fused=True)
+    own = {id(theirs): mine for theirs, mine in zip(loop.state.model.parameters(), model.parameters(), strict=True)}
+    groups = [{**g, "params": [own[id(p)] for p in g["params"]]} for g in loop.state.optimizer.param_groups]
+    optimizer = torch.optim.SGD(groups, lr=0.001)  # the groups carry the switches: momentum, decay, fused
     if ranks.world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
     inputs, targets = loop.feed.source.inputs, loop.feed.source.targets
