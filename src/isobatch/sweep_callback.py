@@ -31,7 +31,7 @@ class SweepReport(Callback):
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         """Remembers the folder, absolute, before any job changes the directory."""
-        if not self.enabled or config.sweep.dry_run:
+        if not self.enabled or ("sweep" in config and config.sweep.dry_run):
             return
         self._folder = Path(config.hydra.sweep.dir).absolute()
         # Hydra's sweeper raises when a job failed and then skips on_multirun_end, but a sweep with a failed job needs
