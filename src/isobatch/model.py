@@ -44,7 +44,7 @@ class Timm:
         within("model.drop_path_rate", self.drop_path_rate, 0, 1)
 
     def build(self, info: DataInfo) -> nn.Module:
-        import timm
+        from isobatch.timm_alone import timm
 
         base = self.arch.split(".")[0]
         if not timm.is_model(base):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive, within
@@ -17,12 +18,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OF_TORCH: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"nesterov": True, "momentum": 0.9}), "momentum": ("SGD", {"nesterov": False, "momentum": 0.9}),
+    "adam": ("Adam", {}), "adamw": ("AdamW", {}),
+}  # fmt: skip
 HALF_EPS = 1e-4  # fp16's smallest number is 6e-8, and the square of a gradient below 2e-4 is 0: eps is all that is left
 
 
 @dataclass(frozen=True)
 class Timm:
-    """timm.optim.create_optimizer_v2.
+    """What timm.optim.create_optimizer_v2 makes; torch's own four are made here, alike.
 
     Args:
         opt: timm's name (sgd is with Nesterov momentum, `momentum` without; adamw, lamb, ...).
@@ -54,23 +59,18 @@ class Timm:
 
     def build(self, model: nn.Module, effective_batch: int) -> torch.optim.Optimizer:
         """An optimizer whose groups carry `initial_lr`: what the schedule's factor multiplies."""
-        from timm import optim
-
         name = self.opt.lower()
-        if name.split("_")[-1] not in optim.list_optimizers():
-            near = difflib.get_close_matches(name, optim.list_optimizers(), n=3, cutoff=0.4) or ["adamw"]
-            raise ConfigError("optimizer.opt", self.opt, "timm has no such optimizer", f"try {', '.join(map(str, near))}")
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError("optimizer.opt", self.opt, "the model has no trainable parameter", "choose another model")
         lr = self.lr * (effective_batch / self.reference_batch if self.reference_batch else 1.0)
         extra = dict(self.kwargs)
         if self._fused(model):
             extra["fused"] = True
+        build = self._torch if name in OF_TORCH and self.layer_decay is None else self._timm
         try:
-            optimizer = optim.create_optimizer_v2(
-                model, name, lr=lr, weight_decay=self.weight_decay, momentum=self.momentum,
-                filter_bias_and_bn=not self.decay_norms_and_biases, layer_decay=self.layer_decay, **extra,
-            )  # fmt: skip
+            optimizer = build(model, name, lr, extra)
+        except ConfigError:
+            raise
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError("optimizer.opt", self.opt, f"timm could not build it ({error})",
                               "check optimizer.kwargs") from None  # fmt: skip
@@ -79,6 +79,39 @@ class Timm:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] = group["lr"] * group.get("lr_scale", 1.0)
         return optimizer
+
+    def _timm(self, model: nn.Module, name: str, lr: float, extra: dict[str, Any]) -> torch.optim.Optimizer:
+        from timm import optim
+
+        if name.split("_")[-1] not in optim.list_optimizers():
+            near = difflib.get_close_matches(name, optim.list_optimizers(), n=3, cutoff=0.4) or ["adamw"]
+            raise ConfigError("optimizer.opt", self.opt, "timm has no such optimizer", f"try {', '.join(map(str, near))}")
+        if self.layer_decay is None:  # our groups: timm's heed filter_bias_and_bn with layer_decay only
+            return optim.create_optimizer_v2(self._groups(model), name, lr=lr, momentum=self.momentum, **extra)  # type: ignore[arg-type]
+        return optim.create_optimizer_v2(
+            model, name, lr=lr, weight_decay=self.weight_decay, momentum=self.momentum,
+            filter_bias_and_bn=not self.decay_norms_and_biases, layer_decay=self.layer_decay, **extra,
+        )  # fmt: skip
+
+    def _torch(self, model: nn.Module, name: str, lr: float, extra: dict[str, Any]) -> torch.optim.Optimizer:
+        """The same optimizer as `_timm`'s, without the seconds that importing timm takes: a start of every rank."""
+        import torch
+
+        attribute, defaults = OF_TORCH[name]
+        if "momentum" in defaults:
+            defaults = {**defaults, "momentum": self.momentum}
+        return getattr(torch.optim, attribute)(self._groups(model), lr=lr, **{**defaults, **extra})
+
+    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Without decay: biases, all of one dimension, and what the model itself names in `no_weight_decay()`."""
+        spared = getattr(model, "no_weight_decay", set)()
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, p in model.named_parameters():
+            small = not self.decay_norms_and_biases and (p.ndim <= 1 or name.endswith(".bias"))
+            free = small or any(fnmatch(name, pattern) for pattern in spared)
+            if p.requires_grad:
+                groups.setdefault(0.0 if free else self.weight_decay, []).append(p)
+        return [{"params": groups[decay], "weight_decay": decay} for decay in sorted(groups)]
 
     def _fused(self, model: nn.Module) -> bool:
         """Fused where torch has it (a third of the cost of a small step); timm's own optimizers have none."""

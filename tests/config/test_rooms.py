@@ -71,7 +71,7 @@ def test_the_step_is_on_one_screen_and_knows_no_strategy() -> None:
         ("omegaconf", {"config", "cli", "hydra_extras", "resume"}),
         ("wandb", {"logger", "dashboard"}),
         ("wandb_workspaces", {"dashboard"}),
-        ("timm", {"model", "augment", "data", "optimizer", "scheduler", "ema", "loss", "precision"}),
+        ("timm", {"model", "augment", "data", "optimizer", "scheduler", "ema", "loss", "precision", "timm_alone"}),
         ("matplotlib", {"report", "predictions", "evaluate"}),
         ("rich", {"console", "report"}),
         ("sklearn", {"data"}),

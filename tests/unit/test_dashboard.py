@@ -47,5 +47,6 @@ def test_refusals_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_without_a_key_nothing_asks(tmp_path: Path) -> None:
+    pytest.importorskip("wandb_workspaces")
     done = run("team/proj", environ=bare_environ(tmp_path))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "WANDB_API_KEY" in done.stderr

@@ -90,26 +90,26 @@ class Images:
 
 
 def test_a_dataset_function_gives_two_splits_and_what_a_model_needs() -> None:
-    isobatch.register("data", "images", Images)
+    isobatch.register("data", "toy_images", Images)
     before = torch.get_rng_state()
-    one, other = (options("data", {"name": "images"}).load(None, 4) for _ in range(2))
+    one, other = (options("data", {"name": "toy_images"}).load(None, 4) for _ in range(2))
     assert torch.get_rng_state().equal(before), "the run's generator was drawn from"
     assert one.train.dataset.images.equal(other.train.dataset.images)
     assert not one.train.dataset.images.equal(one.eval.dataset.images)
-    assert one.info == DataInfo("images", (3, 4, 4), 3)
+    assert one.info == DataInfo("toy_images", (3, 4, 4), 3)
     assert one.train.targets().tolist() == [0, 1, 2, 0, 1, 2]
-    assert options("data", {"name": "images", "kwargs": {"labels": "float"}}).load(None, 0).info.num_classes == 0
-    assert options("data", {"name": "images", "num_classes": 9}).load(None, 0).info.num_classes == 9
-    flipped = options("data", {"name": "images"}).load(lambda image: 255 - image, 4)
+    assert options("data", {"name": "toy_images", "kwargs": {"labels": "float"}}).load(None, 0).info.num_classes == 0
+    assert options("data", {"name": "toy_images", "num_classes": 9}).load(None, 0).info.num_classes == 9
+    flipped = options("data", {"name": "toy_images"}).load(lambda image: 255 - image, 4)
     assert flipped.train.dataset[2][0].equal(255 - one.train.dataset[2][0])
     assert flipped.eval.dataset[2][0].equal(one.eval.dataset[2][0]), "the evaluation is not augmented"
     for kwargs, says in (({"n": 0}, "train split is empty"), ({"m": 1}, "cannot be called with them")):
         with pytest.raises(ConfigError, match=says):
-            options("data", {"name": "images", "kwargs": kwargs}).load(None, 0)
+            options("data", {"name": "toy_images", "kwargs": kwargs}).load(None, 0)
     isobatch.register("data", "number", lambda split: 3)
     with pytest.raises(ConfigError, match=r"data\.name=number: its train split has no len"):
         options("data", {"name": "number"}).load(None, 0)
-    assert set(data.TABLE) >= {"images", "number", "image_folder"}
+    assert set(data.TABLE) >= {"toy_images", "number", "image_folder"}
 
 
 def test_the_example_trains_with_its_own_model_data_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,19 @@
+"""timm, without the wandb that it imports for its own training script: a second of every rank's start.
+
+The first import of timm in a process goes through here.
+"""
+
+from __future__ import annotations
+
+import sys
+
+_hide = "wandb" not in sys.modules
+if _hide:
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+try:
+    import timm
+finally:
+    if _hide:
+        del sys.modules["wandb"]
+
+__all__ = ["timm"]
