@@ -104,7 +104,7 @@ class Timm:
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Without decay: biases, all of one dimension, and what the model itself names in `no_weight_decay()`."""
-        spared = getattr(model, "no_weight_decay", set)()
+        spared: Any = getattr(model, "no_weight_decay", set)()
         groups: dict[float, list[nn.Parameter]] = {}
         for name, p in model.named_parameters():
             small = not self.decay_norms_and_biases and (p.ndim <= 1 or name.endswith(".bias"))
