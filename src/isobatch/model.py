@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
@@ -37,6 +37,8 @@ class Timm:
     drop_path_rate: float = 0.0
     grad_checkpointing: bool = False
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+    imports: ClassVar[tuple[str, ...]] = ("isobatch.timm_alone",)  # what takes seconds: see launch/spawn.py
 
     def __post_init__(self) -> None:
         choice("model.batch_norm", self.batch_norm, BATCH_NORM)

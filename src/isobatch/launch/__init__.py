@@ -74,7 +74,8 @@ def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
     shown = devices.visible_devices(parallel.get("devices"), os.environ.get(devices.VARIABLE))
     if count > 1 or not devices.can_show(shown):
         environ = {**os.environ, devices.VARIABLE: shown} if shown is not None else dict(os.environ)
-        return spawn.run_ranks(plain, run_dir, count, environ, job.TARGET)
+        imports = ("torch._dynamo", *getattr(config.model, "imports", ()))  # the first: by every optimizer, 2 s
+        return spawn.run_ranks(plain, run_dir, count, environ, job.TARGET, imports)
     with witnessed(run_dir), devices.showing(shown):
         return job.execute(plain, run_dir, Ranks(), target=job.TARGET)
 

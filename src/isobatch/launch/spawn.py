@@ -31,12 +31,17 @@ PEERS_S = 10.0  # for the ranks that did not fail: to notice, and to close what 
 TICK_S = 0.2  # how soon a request to stop is passed on
 
 
-def run_ranks(plain: dict[str, Any], run_dir: Path, count: int, environ: dict[str, str], target: str) -> Outcome:
-    """Run the job on `count` ranks with `environ` as their environment, and return how it ended. No rank is left."""
+def run_ranks(plain: dict[str, Any], run_dir: Path, count: int, environ: dict[str, str], target: str,
+              imports: tuple[str, ...] = ()) -> Outcome:  # fmt: skip
+    """Run the job on `count` ranks with `environ` as their environment, and return how it ended. No rank is left.
+
+    Args:
+        imports: modules that every rank will need, for the fork server to import once.
+    """
     meeting = Path(tempfile.mkdtemp(prefix="isobatch-"))
     timeout_s = float(plain["parallel"].get("timeout_s") or 600)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([target.partition(":")[0]])
+    context.set_forkserver_preload([target.partition(":")[0], *imports])
     ranks = [Ranks(rank, count, rank, count) for rank in range(count)]
     workers = [
         context.Process(target=_work, args=(plain, run_dir, mine, meeting, environ, target), name=f"rank {mine.rank}")

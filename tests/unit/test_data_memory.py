@@ -1,0 +1,29 @@
+"""Datasets that live in memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy
+import pytest
+from sklearn.datasets import load_digits
+
+from isobatch.data.memory import read_digits
+
+
+def test_digits_are_those_that_scikit_learn_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = load_digits()
+    rows = read_digits()
+    assert (rows[:, :-1] == raw.data).all() and (rows[:, -1] == raw.target).all()
+    # a scikit-learn that keeps the file elsewhere
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin="/nowhere/sklearn/__init__.py"))
+    assert numpy.array_equal(read_digits(), rows)
+
+
+def test_digits_are_read_without_importing_scikit_learn() -> None:
+    code = "import sys; from isobatch.data.memory import Digits; Digits().load(None, 0); assert 'sklearn' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
