@@ -1,7 +1,7 @@
 """The command: Hydra composes, `launch` runs, and this file turns every ending into its words and its exit code.
 
-0 done · 1 failed, or refused by Hydra itself · 2 refused · 130 Ctrl-C · 143 SIGTERM. A sweep runs all its jobs and ends
-with 1 if one of them did not end well.
+0 done · 1 failed, or refused by Hydra itself · 2 refused · 130 Ctrl-C · 143 SIGTERM · 138 SIGUSR1. A sweep runs all its
+jobs and ends with 1 if one of them did not end well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in the process that trains: a flag that the loop reads at step boundaries."""
+"""Ctrl-C, SIGTERM and SIGUSR1 in the process that trains: a flag that the loop reads at step boundaries."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ class StopFlag:
 
     @contextmanager
     def installed(self, *, from_terminal: bool = True, quiet: bool = False) -> Iterator[StopFlag]:
-        """Handle SIGTERM, and SIGINT if `from_terminal`, inside the block. Needs the main thread, else does nothing."""
+        """Handle SIGTERM, SIGINT if `from_terminal`, and SIGUSR1 (SLURM's warning: `--signal=USR1@120`) unless somebody
+        else does, inside the block. Needs the main thread, else does nothing.
+        """
         self.requested, self.since = 0, 0.0
         self._quiet, self._owner = quiet, os.getpid()
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         signals = [signal.SIGTERM, signal.SIGINT] if from_terminal else [signal.SIGTERM]
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            signals.append(signal.SIGUSR1)
         before = {number: signal.signal(number, self._on_signal) for number in signals}
         try:
             yield self
@@ -55,6 +59,8 @@ class StopFlag:
             if not self._quiet:
                 again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
                 print(f"isobatch: stopping after this step and a checkpoint{again}", file=sys.stderr, flush=True)
+        elif self.requested == signal.SIGUSR1:  # a warning is no request to hurry: the scheduler's SIGTERM follows it
+            self.requested, self.since = signum, now
         elif now - self.since > ECHO_S:
             raise KeyboardInterrupt
 
