@@ -52,7 +52,7 @@ def test_somebody_elses_sigusr1_is_left_alone() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_run_that_is_warned_stops_with_a_checkpoint_and_the_signals_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warned_run_stops_with_a_checkpoint_and_the_signals_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = loop.train_step
 
     def warned(state: object, *args: object, **kwargs: object) -> object:
