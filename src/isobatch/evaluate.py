@@ -13,6 +13,7 @@ from isobatch.data import Split
 from isobatch.data.feed import Request, Source
 from isobatch.distributed import Ranks
 from isobatch.precision.masters import to_fp32
+from isobatch.predictions.answers import Answers
 
 
 @dataclass
@@ -21,6 +22,9 @@ class Evaluator:
 
     The batches are the same whatever the number of ranks, and each has a slot of its own in the sums, so the result is the
     same to the bit.
+
+    Args:
+        answers: gets what the model says of every sample (task=evaluate), for data with classes; None: nobody asks.
     """
 
     split: Split
@@ -32,6 +36,7 @@ class Evaluator:
     batch_size: int
     num_classes: int
     averages: bool = True
+    answers: Answers | None = None
 
     def batches(self) -> int:
         return -(-len(self.split) // self.batch_size)
@@ -91,7 +96,10 @@ class Evaluator:
             slots[i, 0] = loss.double() * n if self.averages else loss.double()
             slots[i, 1] = n
             if self.num_classes:
-                best = output.topk(min(5, output.shape[1]), dim=1).indices == targets.unsqueeze(1)
+                top = output.topk(min(5, output.shape[1]), dim=1).indices
+                best = top == targets.unsqueeze(1)
                 slots[i, 2] = best[:, 0].sum()
                 slots[i, 3] = best.sum()
+                if self.answers is not None:
+                    self.answers.take(i * self.batch_size, output, top[:, 0], targets)
         return slots

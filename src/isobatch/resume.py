@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -80,6 +81,19 @@ class Resume:
     def in_place(self) -> bool:
         """Whether the run goes on in the folder that it was in."""
         return self.saved is not None and self.saved.run.resolve() == self.run_dir.resolve()
+
+    @property
+    def path(self) -> Path | None:
+        """The checkpoint that the run starts from."""
+        return self.saved.path if self.saved is not None else None
+
+    def model(self) -> Any:
+        """The model's options; where a checkpoint has all its weights, none are fetched or read from elsewhere."""
+        options = self.config.model
+        if self.saved is None:
+            return options
+        elsewhere = {"pretrained": False, "checkpoint_path": None}
+        return dataclasses.replace(options, **{k: v for k, v in elsewhere.items() if hasattr(options, k)})
 
     def batch(self) -> tuple[int | None, Any, int | None]:
         """(effective, micro, accumulation) for batch_plan.resolve_batch.
@@ -175,6 +189,19 @@ class Resume:
         for note in self.notes[told:]:
             log.info("resume: %s", note)
 
+    def choose_weights(self, state: TrainState) -> None:
+        """Bring `checkpoint.weights` about, for an evaluation: without its average a state is evaluated as trained.
+
+        Raises:
+            ConfigError: `ema`, and there is no average.
+        """
+        if self.config.task != "evaluate" or self.saved is None:
+            return
+        if self.config.checkpoint.weights == "ema" and (state.ema is None or not self.saved.state["ema"]):
+            raise no_average(self.saved)
+        if self.config.checkpoint.weights == "raw" or not self.saved.state["ema"]:
+            state.ema = None
+
     def adopt(self, checkpointer: Checkpointer) -> None:
         """Take the other run's `best` along, while its metric is what this run has to beat."""
         if self.saved is not None and not self.in_place and (self.saved.path.parent / "best").is_dir():
@@ -207,6 +234,11 @@ class Resume:
         assert self.saved is not None
         return ConfigError("resume", self.saved.path, f"does not fit this run: {problem}",
                            "resume with the settings that the run was made with")  # fmt: skip
+
+
+def no_average(saved: Saved) -> ConfigError:
+    return ConfigError("checkpoint.weights", "ema", f"{saved.path} holds no average of the weights",
+                       "set checkpoint.weights=raw, or train with ema=ema")  # fmt: skip
 
 
 def on_main(ranks: Ranks, look: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from isobatch import batch_norm, hardware, plan_notes, teacher
+from isobatch import batch_norm, evaluation, hardware, plan_notes, teacher
 from isobatch import config as configuration
 from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
@@ -85,7 +85,7 @@ class Run:
         splits: Splits = config.data.load(config.augment.sample_transform(config.data), config.seed)
         self.data_info = splits.info
         seed_everything(config.seed)  # the weights are drawn next, from the seed alone
-        model = config.model.build(splits.info)
+        model = self.resume.model().build(splits.info)
         batch, chosen = self.choose_batch(model, splits)
         order_size = config.sampler.order_size(len(splits.train))
         plan = BatchPlan(batch, order_size, config.sampler.tail)
@@ -104,7 +104,8 @@ class Run:
         })  # fmt: skip
         facts = {**self.plan, "steps": total, "samples_per_epoch": order_size, "train_samples": len(splits.train),
                  "eval_samples": len(splits.eval), "num_classes": splits.info.num_classes,
-                 "input_shape": list(splits.info.shape)}  # fmt: skip
+                 "input_shape": list(splits.info.shape), "class_names": list(splits.info.class_names),
+                 "mean": list(splits.info.mean), "std": list(splits.info.std)}  # fmt: skip
         self.about = {"config": config.plain, "plan": facts, "identity": identity}  # what a checkpoint says of its run
         shards_matter = config.model.batch_norm == "shard" and bool(batch_norm.tracking_layers(model))
         resumed = self.resume.check(facts, identity, config.reduction.exact, shards_matter, plan.windows_per_epoch)
@@ -142,6 +143,7 @@ class Run:
         self.resume.restore(state)
         if self.resume.saved is not None:
             working.push_weights()
+        self.resume.choose_weights(state)
         if config.task == "train":
             self.files.resume_metrics(state.step)  # this folder's rows from before a restart, as far as they stand
             self.resume.adopt(checkpointer)
@@ -195,7 +197,7 @@ class Run:
             self.logger.start(self.plan, state.logger_run_id, state.samples)
             state.logger_run_id = self.logger.run_id
         if self.config.task == "evaluate":
-            self.loop.evaluate()
+            evaluation.evaluate(self.loop, self.data_info, self.run_dir, self.resume.path)
         elif self.resume.finished:
             self.loop.last_eval = self.resume.earlier_result()
         else:

@@ -264,6 +264,23 @@ def test_predictions_are_pictures_in_a_table(tmp_path: Path, environ: Callable[.
     assert sum(path.read_bytes().startswith(b"\x89PNG") for path in staged) >= 1
 
 
+def test_pictures_and_tables_of_an_evaluation(tmp_path: Path, environ: Callable[..., None]) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "confusion.png")
+    logger = options("logger", {"name": "wandb", "mode": "offline", "system_metrics": False}).build(
+        RunInfo(tmp_path / "run", {"task": "evaluate"}))  # fmt: skip
+    logger.start(PLAN)
+    table = ["name", "recall"], [["cat", 0.5], ["dog", None]]
+    logger.report({"samples": 48, "step": 1}, {"confusion": tmp_path / "confusion.png"}, {"per_class": table})
+    logger.finish(SUMMARY, 0)
+    (file,) = tmp_path.rglob("*.table.json")
+    written = json.loads(file.read_text())
+    assert (written["columns"], written["data"]) == table
+    (row,) = read_offline(offline_files(tmp_path)[0]).history
+    assert row["confusion"]["_type"] == "image-file" and row["per_class"]["_type"] == "table-file" and row["samples"] == 48
+
+
 @pytest.mark.parametrize(
     ("task", "resume", "sweep", "continues"),
     [

@@ -21,6 +21,9 @@ class RunInfo:
     plain: Mapping[str, Any]
 
 
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # names of the columns, rows
+
+
 class Logger:
     """The silent logger, and the protocol. Only the main rank has another one. No method blocks training.
 
@@ -45,6 +48,9 @@ class Logger:
 
     def predictions(self, row: Mapping[str, Any], predictions: Predictions) -> None:
         """What the model says of some evaluated samples."""
+
+    def report(self, row: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Table]) -> None:
+        """Pictures (PNG files) and tables by name, once, of an evaluation."""
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """The run is over, well (0) or not; bounded in time."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.logger.protocol import Logger
+from isobatch.logger.protocol import Logger, Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +41,10 @@ class SeveralLoggers(Logger):
     def predictions(self, row: Mapping[str, Any], predictions: Predictions) -> None:
         for logger in self.loggers:
             logger.predictions(row, predictions)
+
+    def report(self, row: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Table]) -> None:
+        for logger in self.loggers:
+            logger.report(row, images, tables)
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         for logger in self.loggers:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.logger.protocol import Logger, RunInfo
+from isobatch.logger.protocol import Logger, RunInfo, Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,6 +58,17 @@ class TensorBoardLogger(Logger):
             sum_squares=sum(n * x * x for n, x in zip(counts, middles, strict=True)),
             bucket_limits=edges[1:], bucket_counts=counts, global_step=samples,
         )  # fmt: skip
+
+    def report(self, row: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Table]) -> None:
+        import numpy
+        from PIL import Image
+
+        for name, path in images.items():
+            with Image.open(path) as picture:
+                self._writer.add_image(name, numpy.asarray(picture.convert("RGB")), row["samples"], dataformats="HWC")
+        for name, (columns, rows) in tables.items():
+            lines = [" | ".join(map(str, line)) for line in (columns, ["---"] * len(columns), *rows)]
+            self._writer.add_text(name, "\n".join(lines), row["samples"])
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         if self._writer is None:

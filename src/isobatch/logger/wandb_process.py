@@ -123,6 +123,11 @@ class Messages:
             table.add_data(self.wandb.Image(picture), *values)
         self.run.log({**row, "predictions": table})
 
+    def report(self, row: dict[str, Any], images: dict[str, str], tables: dict[str, list[Any]]) -> None:
+        pictures = {key: self.wandb.Image(path) for key, path in images.items()}
+        made = {key: self.wandb.Table(columns=columns, data=rows) for key, (columns, rows) in tables.items()}
+        self.run.log({**row, **pictures, **made})
+
     def checkpoint(self, folder: str, name: str, aliases: list[str], metadata: dict[str, Any]) -> None:
         artifact = self.wandb.Artifact(name, type="model", metadata=metadata)
         artifact.add_dir(folder)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.errors import ConfigError
 from isobatch.logger import access, job_facts
-from isobatch.logger.protocol import Logger, RunInfo
+from isobatch.logger.protocol import Logger, RunInfo, Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,6 +108,10 @@ class WeightsAndBiasesLogger(Logger):
         from isobatch.logger.predictions import COLUMNS, encoded
 
         self._post("predictions", row={"samples": row["samples"]}, columns=list(COLUMNS), rows=encoded(predictions))
+
+    def report(self, row: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Table]) -> None:
+        self._post("report", row={"samples": row["samples"]}, images={k: str(path) for k, path in images.items()},
+                   tables={k: [list(columns), [list(r) for r in rows]] for k, (columns, rows) in tables.items()})  # fmt: skip
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the run and wait for it, at most `finish_timeout_s` and what opening it may still take."""

@@ -1,0 +1,55 @@
+"""`task=evaluate`: an evaluation that also says what the model makes of every sample and of every class."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from isobatch import predictions
+from isobatch.data import DataInfo
+from isobatch.loop import Loop
+
+log = logging.getLogger("isobatch")
+
+MOST_ROWS = 1000  # classes of a table that a logger still shows
+
+
+def evaluate(loop: Loop, info: DataInfo, run_dir: Path, checkpoint: Path | None) -> None:
+    """Evaluate; for data with classes write the files of isobatch.predictions into `run_dir` too. A collective.
+
+    The counts are integers and every sample has a place of its own, so the files are the same at any number of ranks.
+    """
+    evaluator, state = loop.evaluator, loop.state
+    if info.num_classes:
+        evaluator.answers = predictions.Answers(len(evaluator.split), evaluator.device)
+    loop.evaluate()
+    if evaluator.answers is None:
+        return
+    answers = evaluator.answers.gather(loop.ranks)
+    classes = predictions.Classes(answers.counts(info.num_classes), info.class_names)
+    loop.last_eval = {**loop.last_eval, **classes.means()}
+    if not loop.ranks.is_main:
+        return
+    about = {"checkpoint": str(checkpoint), "step": state.step, "weights": "raw" if state.ema is None else "ema",
+             "result": loop.last_eval}  # fmt: skip
+    describe = getattr(evaluator.split.dataset, "describe", None)
+    written = predictions.write(run_dir, answers, classes, describe, about)
+    tell(classes, run_dir, written)
+    rows = classes.rows()
+    picture = run_dir / "confusion.png"
+    images = {"confusion": picture} if picture in written else {}
+    tables: dict[str, Any] = {}
+    if len(rows) <= MOST_ROWS:
+        tables["per_class"] = list(rows[0]), [list(row.values()) for row in rows]
+    loop.logger.report({"samples": state.samples}, images, tables)
+
+
+def tell(classes: predictions.Classes, run_dir: Path, written: list[Path]) -> None:
+    """Two lines for a person: where it is weakest, and where the rest is written."""
+    there = [row for row in classes.rows() if row["samples"]]
+    worst = min(there, key=lambda row: row["recall"])
+    words = [f"weakest class {worst['name']} ({worst['correct']} of {worst['samples']} right)"]
+    words += [f"most confused {m['label']} -> {m['prediction']} ({m['count']} times)" for m in classes.confused(1)]
+    log.info("evaluation: %s", ", ".join(words))
+    log.info("evaluation: %s in %s", ", ".join(path.name for path in written), run_dir)
