@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from isobatch.errors import ConfigError
 
@@ -91,8 +92,7 @@ def resolve_batch(effective: int | None, micro: int | None, accumulation: int | 
     return batch
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The positions of one optimizer step. `shard(v)` is `positions[v::V]`, in the tail window too."""
 
     step: int

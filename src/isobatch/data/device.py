@@ -29,6 +29,10 @@ class ToDevice:
         self.mean = torch.tensor(mean, dtype=torch.float64).mul(255).float().view(1, -1, 1, 1).to(device)
         self.scale = torch.tensor(std, dtype=torch.float64).mul(255).reciprocal().float().view(1, -1, 1, 1).to(device)
 
+    def changes(self, inputs: Tensor) -> bool:
+        """Whether `normalized` would do anything to contiguous `inputs`."""
+        return inputs.ndim == 4 and (inputs.dtype == torch.uint8 or self.format is torch.channels_last)
+
     def normalized(self, inputs: Tensor) -> Tensor:
         """Images (N, C, H, W) in this object's memory format; uint8 becomes float32. Anything else as it is."""
         if inputs.ndim != 4:

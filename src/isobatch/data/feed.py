@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,10 +48,11 @@ class WindowData:
 
 
 class Request(NamedTuple):
-    """(epoch, indices): the virtual sample indices (N,) of one micro step, as the sampler numbers them."""
+    """The virtual sample indices (N,) of one micro step, as the sampler numbers them; none of the epoch is above `highest`."""
 
     epoch: int
     indices: Tensor
+    highest: int = sys.maxsize
 
 
 class Source(Protocol):
@@ -68,12 +70,16 @@ class TensorSource:
         device = to_device.device
         self.inputs, self.targets = (t.to(device) for t in tensors)
         self.device, self.size = device, len(self.targets)
-        self.normalized = to_device.normalized
+        self.normalized = to_device.normalized if to_device.changes(self.inputs) else None
 
     def batches(self, requests: Iterator[Request]) -> Iterator[tuple[Tensor, Tensor]]:
+        on_cpu, normalized = self.device.type == "cpu", self.normalized
         for request in requests:
-            index = request.indices.to(self.device, non_blocking=True) % self.size
-            yield self.normalized(self.inputs.index_select(0, index)), self.targets.index_select(0, index)
+            index = request.indices if request.highest < self.size else request.indices % self.size
+            if not on_cpu:
+                index = index.to(self.device, non_blocking=True)
+            inputs = self.inputs.index_select(0, index)
+            yield inputs if normalized is None else normalized(inputs), self.targets.index_select(0, index)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -120,6 +126,7 @@ class Feed:
         self.source, self.plan, self.averages, self.prepare, self.keep = source, plan, averages, prepare, keep
         self.micro_steps = plan.batch.micro_steps(replicas, lanes)
         self.order = lru_cache(maxsize=2)(lambda epoch: self._padded(order(epoch)))
+        self.highest = lru_cache(maxsize=2)(lambda epoch: int(self.order(epoch).max()))
 
     def _padded(self, order: Tensor) -> Tensor:
         """`tail=pad` repeats the order's own start, as often as needed, as DistributedSampler does."""
@@ -150,7 +157,8 @@ class Feed:
             window = self.plan.window(step)
             for shards in self.filled(window):
                 parts = [self.shard_indices(window, v) for v in shards]
-                yield Request(window.epoch, parts[0] if len(parts) == 1 else torch.cat(parts))
+                indices = parts[0] if len(parts) == 1 else torch.cat(parts)
+                yield Request(window.epoch, indices, self.highest(window.epoch))
 
     def windows(self, start: int, stop: int) -> Iterator[WindowData]:
         """Windows of steps start .. stop-1. Nothing before `start` is read: a resume costs no data."""
