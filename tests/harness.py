@@ -21,6 +21,7 @@ from isobatch import config as configuration
 from isobatch import data, hydra_extras, loop, run
 from isobatch.data import DataInfo, Split, Splits
 from isobatch.distributed import Ranks
+from isobatch.shards import whole
 
 TIME_LIMIT_S = 100.0  # of anything that runs several ranks: a hang is a failure
 # small, quiet and quick; every test adds what it is about
@@ -62,7 +63,7 @@ def train(folder: Path, *overrides: str, ranks: Ranks | None = None, observe: Ca
         micro_batches = list(window.micro_batches)
         window.micro_batches = micro_batches
         applied, norm = original(state, parts, window, want_norm)
-        record.weights.append(torch.cat([p.detach().reshape(-1).double() for p in state.parameters]).tolist())
+        record.weights.append(torch.cat([whole(p).detach().reshape(-1).double() for p in state.parameters]).tolist())
         record.lrs.append(state.optimizer.param_groups[0]["lr"])
         record.norms.append(None if norm is None else float(norm))
         record.ids.append([int(t) for m in micro_batches for t in m.targets.reshape(len(m.targets), -1)[:, 0]])
@@ -78,11 +79,12 @@ def train(folder: Path, *overrides: str, ranks: Ranks | None = None, observe: Ca
     return record
 
 
-def train_ranks(world_size: int, folder: Path, *overrides: str, timeout_s: float = 20) -> list[Record]:
-    """Train `parallel=ddp` on forked ranks; returns every rank's record. Raises when one fails or time is up."""
+def train_ranks(world_size: int, folder: Path, *overrides: str, timeout_s: float = 20,
+                strategy: str = "ddp") -> list[Record]:  # fmt: skip
+    """Train `parallel=<strategy>` on forked ranks; returns every rank's record. Raises when one fails or time is up."""
 
     def work(ranks: Ranks) -> Record:
-        return train(folder, "parallel=ddp", *overrides, ranks=ranks)
+        return train(folder, f"parallel={strategy}", *overrides, ranks=ranks)
 
     return on_ranks(world_size, folder, work, timeout_s)
 

@@ -280,6 +280,7 @@ def check_together(config: Config) -> None:
     elif config.batch.effective is None:
         raise ConfigError("batch.effective", None, "batch.micro=auto needs an effective batch to divide",
                           "set batch.effective=48")  # fmt: skip
+    config.parallel.check_with(config)
     if config.augment.name != "none" and config.data.kind != "images":
         raise ConfigError("augment.name", config.augment.name, f"data={config.data.name} are no images",
                           "set augment=none")  # fmt: skip

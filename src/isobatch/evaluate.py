@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ class Evaluator:
     same to the bit.
 
     Args:
+        after: called with the model and the number of batches that other ranks had more, after this rank's last one: a
+            strategy whose forwards are collectives takes part in them.
         answers: gets what the model says of every sample (task=evaluate), for data with classes; None: nobody asks.
     """
 
@@ -36,6 +38,7 @@ class Evaluator:
     batch_size: int
     num_classes: int
     averages: bool = True
+    after: Callable[[nn.Module, int], None] = lambda model, behind: None
     answers: Answers | None = None
 
     def batches(self) -> int:
@@ -71,7 +74,7 @@ class Evaluator:
 
     @torch.no_grad()
     def first(self, model: nn.Module, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(inputs, class probabilities, targets) of the first `count` samples, by this rank alone, on the CPU."""
+        """(inputs, class probabilities, targets) of the first `count` samples, on the CPU; all ranks alike."""
         modes = [(m, m.training) for m in model.modules()]
         model.eval()
         try:
@@ -79,6 +82,7 @@ class Evaluator:
             inputs, targets = next(iter(self.source.batches(iter([request]))))
             with self.precision.evaluation(self.device):
                 output = to_fp32(model(inputs))
+            self.after(model, 0)
         finally:
             for module, training in modes:
                 module.training = training
@@ -102,4 +106,5 @@ class Evaluator:
                 slots[i, 3] = best.sum()
                 if self.answers is not None:
                     self.answers.take(i * self.batch_size, output, top[:, 0], targets)
+        self.after(model, -(-self.batches() // self.ranks.world_size) - len(mine))
         return slots

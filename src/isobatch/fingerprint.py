@@ -41,6 +41,8 @@ class Fingerprint:
             self.hooks = []
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if getattr(getattr(module, "shards", None), "attending", False):
+            self.key = ""  # a forward for other ranks' sake
         if self.key and module.training:
             self.records[self.key] = [["input", digest(arguments)]]  # afresh, should a window be replayed
 

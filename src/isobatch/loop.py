@@ -23,6 +23,7 @@ from isobatch.logger import Logger
 from isobatch.logger.predictions import Predictions
 from isobatch.loss_watch import LossWatch
 from isobatch.run_files import RunFiles
+from isobatch.shards import whole
 from isobatch.state import TrainState
 from isobatch.step import Parts, train_step
 
@@ -160,14 +161,14 @@ class Loop:
         self.logger.log({**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},
                          **{f"memory/rank{rank}_mb": peak for rank, peak in enumerate(memory)}})  # fmt: skip
         if self.log_weights:
-            flat = torch.cat([p.detach().reshape(-1) for p in state.parameters])
+            flat = torch.cat([whole(p).detach().reshape(-1) for p in state.parameters])
             row["weights"] = [round(w, 6) for w in flat[: self.log_weights].tolist()]
         self.files.row(row)
         self.console.evaluation(row, improved)
         return improved
 
     def show_predictions(self, info: DataInfo, count: int) -> None:
-        """What the model says of the first `count` evaluated images, to the logger. This rank alone."""
+        """What the model says of the first `count` evaluated images, to the logger. All ranks run it."""
         if len(info.shape) == 3 and info.num_classes:
             model = self.state.model if self.state.ema is None else self.state.ema.module
             found = Predictions(*self.evaluator.first(model, count), info.class_names, info.mean, info.std)

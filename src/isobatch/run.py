@@ -14,7 +14,7 @@ from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import Console, make_console
 from isobatch.data import Split, Splits
-from isobatch.data.feed import Feed, Source, make_source
+from isobatch.data.feed import Feed, Source, example, make_source
 from isobatch.distributed import Ranks, choose_device
 from isobatch.errors import ConfigError, Stopped
 from isobatch.evaluate import Evaluator
@@ -132,13 +132,20 @@ class Run:
         config, ranks, device = self.config, self.ranks, self.device
         channels_last = hardware.wants_channels_last(config, device)
         model = model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # type: ignore[call-overload]
-        working = config.precision.working_copy(model)  # may change the model's dtype: before the optimizer
+        working = config.parallel.working_copy(config.precision, model, ranks)  # may change its dtype: before the optimizer
+        average = config.ema.build(model)
+        prepare = config.loss.prepare(
+            config.augment.batch_transform(splits.info, config.seed),
+            lambda chosen: teacher.build(chosen, splits.info, device), config.precision, device, config.seed,
+        )  # fmt: skip
+        config.parallel.shard(model, average and average.module, config.precision, ranks, device,
+                              lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
         optimizer = config.optimizer.build(model, plan.batch.effective)
         statistics = batch_norm.ShardStatistics(working.module)
         if config.compile:
             working.module.compile()
         reducer = config.reduction.build(working, config.parallel, plan, ranks, device)
-        state = TrainState(model, optimizer, config.precision.scaler(device), config.ema.build(model), reducer)
+        state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer)
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
         self.resume.restore(state)
         if self.resume.saved is not None:
@@ -163,16 +170,13 @@ class Run:
             feed=Feed(
                 source(splits.train, True), plan,
                 lambda epoch: config.sampler.order(epoch, len(splits.train), config.seed, splits.train.targets),
-                config.parallel.local_replicas(ranks, device), len(lanes), config.loss.averages,
-                config.loss.prepare(
-                    config.augment.batch_transform(splits.info, config.seed),
-                    lambda chosen: teacher.build(chosen, splits.info, device), config.precision, device, config.seed,
-                ),
+                config.parallel.local_replicas(ranks, device), len(lanes), config.loss.averages, prepare,
                 keep=reducer.replays,
             ),
             evaluator=Evaluator(
                 splits.eval, source(splits.eval, False), config.loss.build(), config.precision, ranks, device,
                 plan.batch.micro, splits.info.num_classes, config.loss.averages,
+                after=config.parallel.evaluated,
             ),
             schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
@@ -205,8 +209,8 @@ class Run:
             self.loop.checkpointer.wait()
         if self.fingerprint is not None:
             self.fingerprint.write(self.run_dir, self.ranks)
-        if self.logger.wants_predictions:
-            self.loop.show_predictions(self.data_info, self.logger.wants_predictions)
+        if wanted := self.ranks.agree(self.logger.wants_predictions):  # by the main rank's, with all in one forward
+            self.loop.show_predictions(self.data_info, wanted)
 
     def finish(self, ending: str, error: BaseException | None) -> None:
         """The end of the data workers, summary.json, the result on the terminal, and the end of the logger's run."""

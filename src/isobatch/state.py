@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from isobatch import shards
 from isobatch.precision.scaling import LossScaler
 
 
@@ -47,8 +48,13 @@ class TrainState:
         if self.ema is not None:
             self.ema.update(self.model, step=self.update + 2)  # timm counts from 2: its first update would copy
 
+    def clip_gradients(self, max_norm: float | None) -> Tensor:
+        """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns the norm before, 0-d."""
+        return shards.whole(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm or float("inf")))  # type: ignore[no-any-return]
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers, numbers, strings and tensors; keys without any wrapper's prefix."""
+        """Plain containers, numbers, strings and tensors (which may be spread over ranks: shards.whole_tree); keys without
+        any wrapper's prefix."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -60,11 +66,14 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Strict. A missing scaler state or EMA (saved under another precision or without EMA) starts afresh."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(shards.weights_like(state["model"], self.model))
+        groups = self.optimizer.param_groups
+        order = [number for group in self.optimizer.state_dict()["param_groups"] for number in group["params"]]
+        parameters = [p for group in groups for p in group["params"]]
+        self.optimizer.load_state_dict(shards.optimizer_like(state["optimizer"], parameters, order))
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
-            self.ema.module.load_state_dict(state["ema"] or state["model"])
+            self.ema.module.load_state_dict(shards.weights_like(state["ema"] or state["model"], self.ema.module))
         if self.reducer is not None:
             self.reducer.load_state_dict(state["reducer"])
         for name in self.COUNTERS:
@@ -72,10 +81,13 @@ class TrainState:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Over the state dict in sorted key order: each key's UTF-8 name, then the tensor's little-endian bytes."""
+    """Over the state dict in sorted key order: each key's UTF-8 name, then the tensor's little-endian bytes.
+
+    Of the whole weights: where they are spread over ranks, a collective.
+    """
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):
         digest.update(key.encode())
-        data = tensor.detach().cpu().contiguous()
+        data = shards.whole(tensor).detach().cpu().contiguous()
         digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
     return digest.hexdigest()

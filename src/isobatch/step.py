@@ -56,7 +56,7 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
     scaler.unscale_(optimizer)  # once per window, before clipping: the norm is that of the true gradient
     norm = None
     if want_norm or parts.max_grad_norm is not None or parts.skip_nonfinite:
-        norm = torch.nn.utils.clip_grad_norm_(state.parameters, parts.max_grad_norm or float("inf"))
+        norm = state.clip_gradients(parts.max_grad_norm)
     withhold = parts.skip_nonfinite and not torch.isfinite(norm).item()  # type: ignore[arg-type]
     applied = scaler.step(optimizer, withhold)  # all ranks alike: they hold the same gradients
     if applied:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobatch import hardware
+from isobatch.shards import is_sharded
 from isobatch.state import weights_sha256
 
 if TYPE_CHECKING:
@@ -35,13 +36,22 @@ def summarize(run: Run, ending: str, error: BaseException | None) -> dict[str, A
             "steps": state.step, "updates": state.update, "skipped_steps": state.skipped_steps, "samples": state.samples,
             "final": {key: value for key, value in final.items() if key.startswith(("train/", "eval/"))},
             "best": {metric: best["value"] for metric, best in state.best.items()},
-            "weights_sha256": weights_sha256(state.model) if run.ranks.is_main else None,
+            "weights_sha256": digest(run, ending),
             "perf": {"samples_per_s": loop.samples_per_s()},
         }  # fmt: skip
         summary["time"]["train_s"] = loop.clock.train_s
         if loop.clock.first_step is not None:
             summary["time"]["first_step_s"] = loop.clock.first_step - run.started
     return summary
+
+
+def digest(run: Run, ending: str) -> str | None:
+    """weights_sha256 on the main rank. Of weights that are spread over ranks only when all of them are here."""
+    assert run.loop is not None
+    model = run.loop.state.model
+    if is_sharded(model):
+        return weights_sha256(model) if ending != "failed" else None
+    return weights_sha256(model) if run.ranks.is_main else None
 
 
 def this_rank(run: Run) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,17 +33,24 @@ def without_gradient(model: nn.Module, inputs: Tensor) -> list[bool]:
         inputs: (N, ...), as the model gets them in training.
     """
     parameters = trainable(model)
+    with unnoticed(model, inputs):
+        output = model(inputs[:2])
+    found, opaque = _reached(output)
+    return [not opaque and id(p) not in found for p in parameters]
+
+
+@contextmanager
+def unnoticed(model: nn.Module, inputs: Tensor) -> Iterator[None]:
+    """Leave generators and buffers as they were, whatever is run inside (with gradients, on the device of `inputs`)."""
     buffers = list(model.buffers())
     before = [b.detach().clone() for b in buffers]
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     # uncompiled: two samples would leave a graph for another batch size behind
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():
-        output = model(inputs[:2])
+        yield
     with torch.no_grad():
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
-    found, opaque = _reached(output)
-    return [not opaque and id(p) not in found for p in parameters]
 
 
 def _reached(output: Any) -> tuple[set[int], bool]:

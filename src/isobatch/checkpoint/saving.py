@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checkpoint.folder import STATE, WEIGHTS, Damaged, Folder, HashedFile, fsync_folder, link_or_copy, verify
 from isobatch.errors import JobFailed
+from isobatch.shards import whole_tree
 
 if TYPE_CHECKING:
     from isobatch.checkpoint import Checkpoint
@@ -67,7 +68,7 @@ class Checkpointer:
         if not self.enabled or not self.allowed:
             return
         self.settle()
-        tree = state.state_dict()  # on all ranks: a sharded model would gather here
+        tree = whole_tree(state.state_dict(), self.ranks.is_main)  # on all ranks: a sharded model gathers here
         if not self.ranks.is_main:
             return
         from isobatch.checkpoint.snapshot import Snapshot

@@ -17,6 +17,7 @@ from isobatch.data.device import ToDevice
 from isobatch.data.loader import WorkerSource, choose_workers
 from isobatch.data.samples import Samples
 from isobatch.distributed import Ranks
+from isobatch.randomness import isolated_generators
 
 
 @dataclass(slots=True)
@@ -99,6 +100,15 @@ def make_source(split: Split, device: torch.device, config: Any, channels_last: 
         Samples(split, config.seed, training and getattr(options, "on_error", "stop") == "replace"), to_device, workers,
         getattr(options, "persistent_workers", True), getattr(options, "prefetch", 2), on_gpu if pin is None else pin,
     )  # fmt: skip
+
+
+def example(split: Split, seed: int, device: torch.device, channels_last: bool,
+            prepare: Callable[..., tuple[Tensor, Tensor]] | None) -> Tensor:  # fmt: skip
+    """(2, ...): the first sample twice, as a training forward gets it. No generator notices."""
+    with isolated_generators():
+        source = WorkerSource(Samples(split, seed), ToDevice(device, split.info, channels_last))
+        inputs, targets = next(source.batches(iter([Request(0, torch.tensor([0, 0]))])))
+        return prepare(inputs, targets, 0, (0,), (2,))[0] if prepare is not None else inputs
 
 
 class Feed:

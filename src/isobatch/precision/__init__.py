@@ -69,8 +69,16 @@ class Full:
 
         return LossScaler(None)
 
-    def working_copy(self, model: nn.Module) -> WorkingCopy:
-        """What the forward runs on. Called before the optimizer is built, because it may change `model`'s dtype."""
+    def gather_dtype(self) -> torch.dtype | None:
+        """The dtype in which fp32 weights that are spread over ranks are gathered for a forward; None: their own."""
+        return None
+
+    def working_copy(self, model: nn.Module, gathered: bool = False) -> WorkingCopy:
+        """What the forward runs on. Called before the optimizer is built, because it may change `model`'s dtype.
+
+        Args:
+            gathered: the strategy gathers the weights for each forward, in `gather_dtype`.
+        """
         from isobatch.precision.masters import SameModel
 
         return SameModel(model)
@@ -167,11 +175,18 @@ class MasterWeights(Autocast):
 
     teacher = evaluation
 
-    def working_copy(self, model: nn.Module) -> WorkingCopy:
+    def gather_dtype(self) -> torch.dtype | None:
         import torch
 
-        from isobatch.precision.masters import HalfCopy
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
+    def working_copy(self, model: nn.Module, gathered: bool = False) -> WorkingCopy:
+        import torch
+
+        from isobatch.precision.masters import HalfCopy, SameModel
+
+        if gathered:
+            return SameModel(model)
         return HalfCopy(model, getattr(torch, self.dtype))
 
     def describe(self, device: torch.device) -> str:
@@ -204,7 +219,10 @@ class PureHalf(MasterWeights):
     def teacher(self, device: torch.device) -> AbstractContextManager:
         return super().evaluation(device)
 
-    def working_copy(self, model: nn.Module) -> WorkingCopy:
+    def gather_dtype(self) -> torch.dtype | None:
+        return None
+
+    def working_copy(self, model: nn.Module, gathered: bool = False) -> WorkingCopy:
         import torch
 
         from isobatch.precision.masters import HalfModel

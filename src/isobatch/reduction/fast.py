@@ -30,7 +30,7 @@ class FastReducer:
         if not strategy.wraps_late(ranks):
             self._wrap(None, device)
         self.loss_factor: float = strategy.loss_factor(ranks)
-        self.device = device
+        self.device, self.batch = device, plan.batch
 
     def _wrap(self, first: Tensor | None, device: torch.device) -> None:
         self.module, self.wrapped = self.strategy.wrap(self.module, self.ranks, device, first), True
@@ -39,6 +39,7 @@ class FastReducer:
         self.window = window
         self.loss: Tensor | None = None
         self.buffers: Tensor | None = None
+        self.strategy.begin(self.module, self.batch, window, self.ranks)
 
     def shard(self, micro: MicroBatch) -> AbstractContextManager:
         if not self.wrapped:
@@ -56,6 +57,7 @@ class FastReducer:
                 self._wrap(None, self.device)
             self.module.zero_grad()  # no micro batch did it
             self.strategy.idle(self.module)
+        self.strategy.end(self.module)
         return True
 
     def local_loss(self) -> Tensor | None:

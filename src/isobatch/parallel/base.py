@@ -1,0 +1,119 @@
+"""What a strategy answers, and the simplest one: one process, one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from isobatch.batch_plan import Batch, Window
+    from isobatch.config import Config
+    from isobatch.data.feed import MicroBatch
+    from isobatch.distributed import Ranks
+    from isobatch.precision.masters import WorkingCopy
+
+
+@dataclass(frozen=True)
+class Single:
+    """One process, one device."""
+
+    name: str = "single"
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that this run starts itself; 1 = it trains in the process it is in."""
+        return 1
+
+    @property
+    def known_replicas(self) -> int | None:
+        """What the config alone says about `num_replicas`; None where ranks or devices decide."""
+        return 1
+
+    def check(self, ranks: Ranks) -> None:
+        if ranks.world_size > 1:
+            raise ConfigError("parallel.name", self.name, f"was started as {ranks.world_size} ranks",
+                              "set parallel=ddp, or start without torchrun")  # fmt: skip
+
+    def num_replicas(self, ranks: Ranks, device: torch.device) -> int:
+        """The middle factor of micro x replicas x accumulation."""
+        return 1
+
+    def local_replicas(self, ranks: Ranks, device: torch.device) -> range:
+        """The replicas that live in this process."""
+        return range(1)
+
+    def lane_devices(self, device: torch.device) -> list[torch.device]:
+        """Devices that one micro step of this process uses at once, a shard on each."""
+        return [device]
+
+    def check_with(self, config: Config) -> None:
+        """Refuse what this strategy cannot do together with the choices of other groups, before any device is touched.
+
+        Raises:
+            ConfigError: with a way out.
+        """
+
+    def shard_count(self, replicas: int) -> int:
+        """Parts that weights, gradients and optimizer state are cut into; 1 = every replica holds them whole."""
+        return 1
+
+    def working_copy(self, precision: Any, model: nn.Module, ranks: Ranks) -> WorkingCopy:
+        """What the forward runs on. Called before `shard`, `precision` being the chosen one."""
+        return precision.working_copy(model)  # type: ignore[no-any-return]
+
+    def shard(self, model: nn.Module, average: nn.Module | None, precision: Any, ranks: Ranks, device: torch.device,
+              example: Callable[[], Tensor]) -> None:  # fmt: skip
+        """Leave this rank its part of the weights, in place, before an optimizer is built for them. A collective.
+
+        Args:
+            average: the EMA's copy of `model`, cut alike.
+            example: makes inputs (2, ...) as a training forward gets them.
+        """
+
+    def wraps_late(self, ranks: Ranks) -> bool:
+        """Whether `wrap` wants to see the first shard of this rank."""
+        return False
+
+    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
+        """The module that the forward goes through, so that after a window's last backward gradients are summed.
+
+        `first`: inputs of this rank's first shard, where `wraps_late` and where there is one. A collective.
+        """
+        return model
+
+    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
+        """Around forward and backward of one micro step; replicas meet only in the last one of a window."""
+        return nullcontext()
+
+    def begin(self, wrapped: nn.Module, batch: Batch, window: Window, ranks: Ranks) -> None:
+        """Before the first micro step of a window."""
+
+    def idle(self, wrapped: nn.Module) -> None:
+        """Take part in the reduction of a window in which this rank has no shard."""
+
+    def end(self, wrapped: nn.Module) -> None:
+        """After the last micro step of a window, or after `idle`."""
+
+    def evaluated(self, model: nn.Module, behind: int) -> None:
+        """After the last batch of an evaluation, without gradients. `behind`: batches that other ranks had more."""
+
+    def loss_factor(self, ranks: Ranks) -> float:
+        """What the loss is multiplied with, so that the wrapped module's reduction is a sum over replicas."""
+        return 1.0
+
+    def describe(self, ranks: Ranks, device: torch.device) -> str:
+        return f"one process on {device}"
+
+
+def check_devices(devices: list[int] | None) -> None:
+    """Raise ConfigError unless `devices` is null or a list of different ordinals."""
+    if devices is not None and (not devices or len(set(devices)) != len(devices) or min(devices) < 0):
+        raise ConfigError("parallel.devices", devices, "is not a list of different device numbers",
+                          "set parallel.devices=[0,1,3] or null")  # fmt: skip

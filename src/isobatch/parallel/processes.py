@@ -1,0 +1,118 @@
+"""A process per replica: torch's DistributedDataParallel, and what it shares with others of its kind."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.checks import choice, positive
+from isobatch.errors import ConfigError
+from isobatch.parallel.base import Single, check_devices
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from isobatch.data.feed import MicroBatch
+    from isobatch.distributed import Ranks
+
+
+@dataclass(frozen=True)
+class Processes(Single):
+    """A process per replica: what such strategies share.
+
+    Args:
+        nproc: ranks that this run starts itself (null: one per device of `devices` or per visible GPU; under torchrun,
+            torchrun's).
+        devices: CUDA ordinals; rank r takes the r-th. Made the only visible ones before CUDA starts.
+        backend: null = nccl on CUDA, else gloo.
+        timeout_s: seconds that a collective may take.
+        reduce_dtype: gradients are added over the ranks in this dtype (null: in their own). float32 for half gradients
+            is apex's `allreduce_always_fp32`; bfloat16 halves the traffic of fp32 gradients.
+    """
+
+    nproc: int | None = None
+    devices: list[int] | None = None
+    backend: str | None = None
+    find_unused_parameters: Any = "auto"
+    timeout_s: float = 600.0
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        check_devices(self.devices)
+        choice("parallel.backend", self.backend, (None, "nccl", "gloo"))
+        choice("parallel.find_unused_parameters", self.find_unused_parameters, ("auto", True, False))
+        positive("parallel.timeout_s", self.timeout_s)
+        choice("parallel.reduce_dtype", self.reduce_dtype, (None, "float32", "bfloat16", "float16"))
+        if self.nproc is not None:
+            positive("parallel.nproc", self.nproc)
+            if self.devices is not None and len(self.devices) != self.nproc:
+                raise ConfigError("parallel.nproc", self.nproc, f"parallel.devices lists {len(self.devices)} devices",
+                                  f"set parallel.nproc={len(self.devices)} or null")  # fmt: skip
+
+    @property
+    def num_processes(self) -> int:
+        if self.nproc is not None:
+            return self.nproc
+        return len(self.devices) if self.devices is not None else 1
+
+    @property
+    def known_replicas(self) -> int | None:
+        return self.num_processes if self.num_processes > 1 else None
+
+    def check(self, ranks: Ranks) -> None:
+        if self.devices is not None and ranks.local_world_size != len(self.devices):
+            raise ConfigError("parallel.devices", self.devices, f"this node runs {ranks.local_world_size} ranks",
+                              f"list {ranks.local_world_size} devices or start {len(self.devices)} ranks")  # fmt: skip
+
+    def num_replicas(self, ranks: Ranks, device: torch.device) -> int:
+        return ranks.world_size
+
+    def local_replicas(self, ranks: Ranks, device: torch.device) -> range:
+        return range(ranks.rank, ranks.rank + 1)
+
+
+@dataclass(frozen=True)
+class DistributedDataParallel(Processes):
+    """torch's DistributedDataParallel: a process per replica, one gradient all-reduce per window.
+
+    Args:
+        find_unused_parameters: auto | true | false; auto looks at the first shard of every rank and says what it chose.
+        bucket_mb: size of DDP's gradient buckets in MB.
+        gradient_predivide: divide by this before the sum over ranks and by ranks / this after it (apex's
+            `gradient_predivide_factor`), for half sums of many ranks; null: everything before.
+    """
+
+    name: str = "ddp"
+    bucket_mb: float = 25.0
+    gradient_predivide: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("parallel.bucket_mb", self.bucket_mb)
+        if self.gradient_predivide is not None:
+            positive("parallel.gradient_predivide", self.gradient_predivide)
+
+    def wraps_late(self, ranks: Ranks) -> bool:
+        return ranks.world_size > 1 and self.find_unused_parameters == "auto"
+
+    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
+        from isobatch.wrappers import distributed_data_parallel
+
+        if ranks.world_size == 1:
+            return model
+        return distributed_data_parallel(model, ranks, device, self, first)
+
+    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
+        no_sync = getattr(wrapped, "no_sync", nullcontext)  # one rank: the model itself, nothing to hold back
+        return nullcontext() if micro.is_last else no_sync()
+
+    def idle(self, wrapped: nn.Module) -> None:
+        wrapped(None).backward()
+
+    def loss_factor(self, ranks: Ranks) -> float:
+        return float(ranks.world_size)  # DDP divides the sum by the number of ranks
+
+    def describe(self, ranks: Ranks, device: torch.device) -> str:
+        return f"DDP over {ranks.world_size} rank(s), {device.type}"

@@ -1,0 +1,69 @@
+"""What of a model is gathered at a time when it is sharded: its blocks, as it lists them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from isobatch.errors import ConfigError
+
+LISTS = nn.Sequential, nn.ModuleList
+MOST = 0.8  # of an item's weights in lists of its own: then it is a stage, and those are the blocks
+LEAST = 0.01  # of the model's weights: a smaller block is not worth a message of its own
+
+
+def choose_blocks(model: nn.Module, asked: Any, called: dict[str, int]) -> list[str]:
+    """Names of the modules to gather one at a time, inner ones before those that hold them.
+
+    Args:
+        asked: `auto`, or names in which `*` stands for any one part.
+        called: name -> how often one forward called it. Blocks are told by being called: what is called never or several
+            times stays with the rest of the model.
+
+    Raises:
+        ConfigError: a name that fits no module, or one that the forward does not call once.
+    """
+    modules = dict(model.named_modules())
+    if asked == "auto":
+        total = _size(model)
+        found = [name for name, module in items(model) if called.get(name) == 1 and _size(module) >= LEAST * total]
+        return found if len(found) > 1 else []
+    chosen: set[str] = set()
+    for pattern in asked:
+        fitting = [name for name in modules if name and _fits(name, pattern)]
+        if not fitting:
+            near = ", ".join(name for name, _ in items(model))[:80] or "none"
+            raise ConfigError("parallel.blocks", pattern, "names no module of this model", f"its blocks are {near}")
+        for name in fitting:
+            if called.get(name) != 1 or not _size(modules[name]):
+                raise ConfigError("parallel.blocks", name,
+                                  "has no weights" if called.get(name) == 1 else "is not called once in a forward",
+                                  "leave it out, or set parallel.blocks=auto")  # fmt: skip
+        chosen.update(fitting)
+    return sorted(chosen, key=lambda name: -name.count("."))
+
+
+def items(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of what nn.Sequential and nn.ModuleList list, in the model's order; a stage's blocks, not the stage."""
+    for name, child in module.named_children():
+        where = f"{path}.{name}" if path else name
+        if isinstance(child, LISTS) or not isinstance(module, LISTS):
+            yield from items(child, where)
+            continue
+        inner = list(items(child, where))
+        if inner and sum(_size(m) for _, m in inner) > MOST * _size(child):
+            yield from inner
+        elif _size(child):
+            yield where, child
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
