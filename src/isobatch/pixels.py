@@ -24,17 +24,23 @@ MODES = {1: "L", 3: "RGB"}
 
 def read_image(path: str, choose: Callable[[int, int], Box], size: int, interpolation: str, channels: int = 3,
                reduced: bool = True) -> Tensor:  # fmt: skip
-    """One crop of a file, resized to size x size: (channels, size, size) uint8, a view of rows of interleaved channels.
+    """One crop of a file; see `decode_crop`."""
+    with open(path, "rb", buffering=0) as file:
+        return decode_crop(file.read(), choose, size, interpolation, channels, reduced)
+
+
+def decode_crop(data: bytes, choose: Callable[[int, int], Box], size: int, interpolation: str, channels: int = 3,
+                reduced: bool = True) -> Tensor:  # fmt: skip
+    """One crop of an image, resized to size x size: (channels, size, size) uint8, a view of rows of interleaved channels.
 
     Args:
+        data: the image as a file holds it.
         choose: (width, height) of the image -> the box to cut out.
         interpolation: bilinear or bicubic, both with antialiasing.
         reduced: allow decoding at a reduced scale.
     Raises:
-        OSError and others that PIL raises for a file it cannot decode.
+        OSError and others that PIL raises for what it cannot decode.
     """
-    with open(path, "rb") as file:
-        data = file.read()
     image: Image.Image = Image.open(BytesIO(data))
     width, height = image.size
     box = choose(width, height)

@@ -148,7 +148,7 @@ def test_a_scaled_box_stays_inside_and_is_never_empty() -> None:
 
 def test_names_come_back_as_they_were() -> None:
     names = ["a/ü.jpg", "", "b b.png", "\udcff.jpg"]
-    packed = Names(names)
+    packed = Names.of(names)
     assert [packed[i] for i in range(len(packed))] == names
 
 

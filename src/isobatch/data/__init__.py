@@ -14,6 +14,7 @@ from isobatch.data.csv_file import CsvFile
 from isobatch.data.image_folder import ImageFolder
 from isobatch.data.memory import Digits, RandomMatrix, Synthetic
 from isobatch.data.torchvision_sets import TorchVision
+from isobatch.data.webdataset import WebDataset
 
 __all__ = ["TABLE", "DataInfo", "Split", "Splits"]
 
@@ -24,4 +25,5 @@ TABLE: dict[str, Any] = {
     "image_folder": ImageFolder,
     "csv": CsvFile,
     "torchvision": TorchVision,
+    "webdataset": WebDataset,
 }

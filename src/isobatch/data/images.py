@@ -1,0 +1,151 @@
+"""Labelled images that are decoded as they are read, wherever their bytes lie: what such datasets and their options share."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.checks import choice, positive, within
+from isobatch.data.base import DataInfo, Reading, Split, Splits
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+class LabelledImages(ABC):
+    """`dataset[i] -> (pixels (C, size, size) uint8, class number)`.
+
+    Args:
+        labels: (N,) class numbers.
+        transform: what augments (augment.SampleTransform), or None: then the evaluation's center crop is read.
+    """
+
+    def __init__(self, labels: Any, options: ImageOptions, transform: Any):
+        import numpy
+
+        from isobatch import pixels
+
+        self.labels = numpy.asarray(labels, dtype=numpy.int64)  # not a tensor: reading one number of it costs 20 times more
+        self.options, self.transform = options, transform
+        self.decode = pixels.decode_crop
+        self.box = pixels.center_box(options.crop_pct) if transform is None else transform.box
+
+    @abstractmethod
+    def data(self, index: int) -> bytes:
+        """Image `index` as a file holds it."""
+
+    @abstractmethod
+    def describe(self, index: int) -> str:
+        """How a person finds image `index`."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        options = self.options
+        image = self.decode(self.data(index), self.box, options.image_size, options.interpolation, options.in_chans,
+                            options.decode == "fast")  # fmt: skip
+        if self.transform is not None:
+            image = self.transform.after(image)
+        return image, int(self.labels[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(Reading):
+    """What all datasets of encoded images share.
+
+    Args:
+        image_size: side in pixels that the model sees.
+        crop_pct: share of the shorter side that an evaluation looks at.
+        interpolation: bilinear or bicubic, antialiased.
+        decode: `fast` reads JPEGs at a reduced scale where the crop is still large enough, `full` never.
+        mean, std: per channel, of pixels in 0 .. 1 (default: ImageNet's).
+        in_chans: 3 (RGB) or 1 (grey).
+    """
+
+    image_size: int = 224
+    crop_pct: float = 0.875
+    interpolation: str = "bilinear"
+    decode: str = "fast"
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    in_chans: int = 3
+    kind = "images"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("data.image_size", self.image_size)
+        within("data.crop_pct", self.crop_pct, 0.01, 1)
+        choice("data.interpolation", self.interpolation, ("bilinear", "bicubic"))
+        choice("data.decode", self.decode, ("fast", "full"))
+        choice("data.in_chans", self.in_chans, (1, 3))
+        for key in ("mean", "std"):
+            value = getattr(self, key)
+            if value is not None and (len(value) != self.in_chans or (key == "std" and min(value) <= 0)):
+                raise ConfigError(f"data.{key}", value, f"is not one number per channel ({self.in_chans})",
+                                  f"set data.{key}=null for ImageNet's")  # fmt: skip
+
+    def normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(mean, std); for grey images ImageNet's are averaged over the channels."""
+        mean, std = self.mean or IMAGENET_MEAN, self.std or IMAGENET_STD
+        if len(mean) != self.in_chans:
+            mean = [sum(mean) / len(mean)]
+        if len(std) != self.in_chans:
+            std = [sum(std) / len(std)]
+        return tuple(mean), tuple(std)
+
+    def made(self, train: LabelledImages, evaluation: LabelledImages, classes: Sequence[str]) -> Splits:
+        """Both splits, with what a model needs to know."""
+        import torch
+
+        mean, std = self.normalization()
+        shape = (self.in_chans, self.image_size, self.image_size)
+        info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes))
+
+        def split(dataset: LabelledImages) -> Split:
+            return Split(dataset, targets=lambda: torch.from_numpy(dataset.labels), info=info)
+
+        return Splits(split(train), split(evaluation), info)
+
+
+def numbered(train: Any, evaluation: Any, keys: tuple[str, str], names: tuple[str, str]) -> tuple[list[str], Any, Any]:
+    """Class names, and the class numbers (N,) of both splits.
+
+    Args:
+        train, evaluation: labels as they were read, integers or text. Integers, and text that is nothing but integers in
+            all of `train`, are class numbers as they stand; other text is numbered in sorted order.
+        keys, names: the setting of each split and its value, to name in a refusal.
+    Raises:
+        ConfigError: a negative number (the hub's mark for "no label"), or a label that `train` does not have.
+    """
+    import numpy
+
+    if not isinstance(train, numpy.ndarray) and all(re.fullmatch(r"-?\d+", str(label)) for label in train):
+        train = numpy.array([int(label) for label in train], dtype=numpy.int64)
+    if isinstance(train, numpy.ndarray):
+        try:
+            evaluation = numpy.asarray([int(label) for label in evaluation], dtype=numpy.int64)
+        except ValueError:
+            raise ConfigError(keys[1], names[1], f"has labels in words, {names[0]} has numbers", "label both alike") from None
+        for labels, key, name in ((train, keys[0], names[0]), (evaluation, keys[1], names[1])):
+            if (labels < 0).any():
+                raise ConfigError(key, name, f"has {int((labels < 0).sum())} samples without a label (a negative number)",
+                                  f"set {key} to samples that are labelled")  # fmt: skip
+        number: dict[Any, int] = {i: i for i in range(int(train.max()) + 1)}
+        used = numpy.unique(evaluation).tolist()
+    else:
+        number = {label: i for i, label in enumerate(sorted(set(train)))}
+        used = sorted({str(label) for label in evaluation})
+    unknown = [str(label) for label in used if label not in number]
+    if unknown:
+        raise ConfigError(keys[1], names[1], f"has labels that {names[0]} lacks: {', '.join(unknown[:3])}",
+                          "give both the same classes")  # fmt: skip
+    if not isinstance(train, numpy.ndarray):
+        train, evaluation = ([number[str(label)] for label in labels] for labels in (train, evaluation))
+    return [str(label) for label in number], train, evaluation
