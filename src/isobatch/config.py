@@ -158,7 +158,7 @@ class Settings:
     on_nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
-        choice("task", self.task, ("train", "evaluate", "plan"))
+        choice("task", self.task, ("train", "evaluate", "export", "plan"))
         within("warmup", self.warmup, 0, 1e9)
         choice("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
         if not 0 <= self.seed < 2**63:
@@ -171,8 +171,8 @@ class Settings:
                 positive(key, getattr(self, key))
         if self.threads is not None and self.threads > 4096:
             raise ConfigError("threads", self.threads, "is more than any machine has", "set threads=null")
-        if self.task == "evaluate" and self.resume is None:
-            raise ConfigError("resume", None, "task=evaluate needs a run to evaluate", "set resume=<run folder>")
+        if self.task in ("evaluate", "export") and self.resume is None:
+            raise ConfigError("resume", None, f"task={self.task} needs a run to {self.task}", "set resume=<run folder>")
 
 
 @dataclass(frozen=True)
@@ -293,5 +293,5 @@ def check_inputs(config: Config) -> None:
         ConfigError: it does not.
     """
     check = getattr(config.data, "check", None)
-    if check is not None:
+    if check is not None and config.task != "export":
         check()

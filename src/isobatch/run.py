@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from isobatch import batch_norm, evaluation, hardware, plan_notes, teacher
+from isobatch import batch_norm, evaluation, export, hardware, plan_notes, teacher
 from isobatch import config as configuration
 from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
@@ -41,7 +41,12 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
     Raises:
         ConfigError: refused. Stopped: by a signal, after a checkpoint. JobFailed and others: failed.
     """
-    run = Run(configuration.load(plain), run_dir, ranks)
+    config = configuration.load(plain)
+    if config.task == "export":
+        if ranks.is_main:
+            export.export(config, run_dir)
+        return None
+    run = Run(config, run_dir, ranks)
     try:
         run.build()
         run.perform()

@@ -75,7 +75,7 @@ def test_every_experiment_takes_every_plan() -> None:
         (["steps=10"], "steps", "exactly one"),
         (["epochs=null"], "steps", "exactly one"),
         (["epochs=0"], "epochs", "positive"),
-        (["task=fly"], "task", "train, evaluate, plan"),
+        (["task=fly"], "task", "train, evaluate, export, plan"),
         (["task=evaluate"], "resume", "needs a run"),
         (["seed=-1"], "seed", "2^63"),
         (["optimizer.lr=fast"], "optimizer.lr", "Float"),

@@ -56,7 +56,7 @@ def run(plain: dict[str, Any], run_dir: Path) -> float | None:
 def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
     config = configuration.load(plain)
     configuration.check_inputs(config)
-    if config.task != "plan":
+    if config.task in ("train", "evaluate"):
         config.logger.check()
     ranks, options = ranks_from_environment(), config.parallel
     parallel = plain["parallel"]
@@ -69,7 +69,7 @@ def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
         count = 1
     else:
         count = options.num_processes or max(1, devices.count_gpus())  # 0: one per GPU
-        if config.task == "plan":
+        if config.task in ("plan", "export"):
             count = 1  # a world is planned for without being started (planner/preview.py)
     shown = devices.visible_devices(parallel.get("devices"), os.environ.get(devices.VARIABLE))
     if count > 1 or not devices.can_show(shown):

@@ -1,0 +1,123 @@
+"""`task=export`: files that answer as the checkpoint's model does, and one line where that fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from harness import BASE, train
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+
+import isobatch
+from isobatch import checkpoint, export
+from isobatch.checkpoint import Saved
+from isobatch.errors import ConfigError
+
+SHORT = ("logger=none", "threads=1", "epochs=null", "steps=3", "batch.effective=16", "scheduler=constant")
+
+
+def exported(run: Path, folder: Path, *words: str) -> dict[str, Any]:
+    train(folder, *words, "task=export", f"resume={run}")
+    return json.loads((folder / "export/export.json").read_text())
+
+
+def test_a_timm_model_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos = tmp_path / "photos"
+    for split in ("train", "val"):
+        for number, label in enumerate(("cat", "dog")):
+            (photos / split / label).mkdir(parents=True)
+            for i in range(3):
+                Image.new("RGB", (20, 20), (80 * i, 90 * number, 20)).save(photos / split / label / f"{i}.png")
+    words = (*SHORT, "batch.effective=6", "data=image_folder", f"data.root={photos}", "data.image_size=32", "model=timm",
+             "data.num_workers=0", "model.arch=test_resnet", "ema=ema", "ema.decay=0.9", "precision=O2",
+             "optimizer.lr=0.1")  # fmt: skip
+    train(tmp_path / "run", *words)
+    shutil.rmtree(photos)
+    facts = exported(tmp_path / "run", tmp_path / "out", *words)
+    assert facts["weights"] == "ema" and facts["classes"] == ["cat", "dog"]
+    assert facts["input"]["shape"] == ["batch", 3, 32, 32] and facts["input"]["mean"] == [0.485, 0.456, 0.406]
+    folder = tmp_path / "out/export"
+    average = checkpoint.load(tmp_path / "run")["ema"]
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    assert model.pretrained_cfg["label_names"] == ["cat", "dog"]
+    assert all(torch.equal(tensor, average[name]) for name, tensor in model.state_dict().items())
+    inputs = torch.randn(5, 3, 32, 32)
+    program = torch.export.load(folder / "model.pt2").module()
+    with torch.no_grad():
+        torch.testing.assert_close(program(inputs), model(inputs), rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(export, "save_program", lambda model, *rest: model)  # it takes seconds, and was looked at
+    raw = exported(tmp_path / "run", tmp_path / "raw", *words, "checkpoint.weights=raw")
+    assert raw["weights"] == "raw"
+    written = load_file(tmp_path / "raw/export/model.safetensors")
+    assert torch.equal(written["fc.weight"], checkpoint.load(tmp_path / "run")["model"]["fc.weight"])
+    assert not torch.equal(written["fc.weight"], average["fc.weight"])
+
+
+def test_onnx_answers_alike(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    train(tmp_path / "run", *BASE, "epochs=null", "steps=2")
+    exported(tmp_path / "run", tmp_path / "out", *BASE)
+    inputs = torch.rand(4, 1, 8, 8)
+    (found,) = ReferenceEvaluator(str(tmp_path / "out/export/model.onnx")).run(None, {"images": inputs.numpy()})
+    program = torch.export.load(tmp_path / "out/export/model.pt2").module()
+    torch.testing.assert_close(torch.tensor(found), program(inputs).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Choosy(nn.Module):
+    """Goes one way or the other by its input's values: no tracer can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = self.layer(inputs.flatten(1))
+        return output if output.sum().item() > 0 else -output
+
+
+def test_a_model_that_cannot_be_traced_and_one_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from isobatch import model
+
+    if "choosy" not in model.TABLE:
+        isobatch.register("model", "choosy", lambda num_classes, in_chans: Choosy())
+    words = (*SHORT, "model=custom", "model.name=choosy")
+    train(tmp_path / "run", *words)
+    with pytest.raises(ConfigError, match=r"^model\.name=choosy: torch\.export cannot .*model\.safetensors") as refusal:
+        exported(tmp_path / "run", tmp_path / "out", *words)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 600
+    assert load_file(tmp_path / "out/export/model.safetensors")["layer.bias"].shape == (10,)
+    monkeypatch.delitem(model.TABLE, "choosy")
+    with pytest.raises(ConfigError, match=r"not registered; type imports="):
+        train(tmp_path / "again", *SHORT, "task=export", f"resume={tmp_path / 'run'}")
+
+
+def test_without_onnx_one_line_and_a_file_that_answers_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path / "run", *BASE, "epochs=null", "steps=2")
+    monkeypatch.setattr(export, "ONNX", ("no_such_onnx",))
+    monkeypatch.setattr(export, "save_program", lambda model, *rest: model)
+    with caplog.at_level("INFO", logger="isobatch"):
+        facts = exported(tmp_path / "run", tmp_path / "out", *BASE)
+    assert set(facts["largest_difference"]) == {"model.safetensors", "model.pt2"}
+    assert [m for m in caplog.messages if "(no_such_onnx): pip install 'isobatch[onnx]'" in m]
+    monkeypatch.setattr(export, "save_program", lambda model, *rest: lambda inputs: 1.01 * model(inputs))
+    with pytest.raises(ConfigError, match=r"model\.pt2 answers otherwise than the model on a batch of 1"):
+        exported(tmp_path / "run", tmp_path / "worse", *BASE)
+
+
+@pytest.mark.parametrize("shape", [None, [], [0], [2**40, 2], ["8"], [True, 3], "888"])
+def test_a_checkpoint_cannot_ask_for_more_than_a_sample(shape: Any) -> None:
+    saved = Saved(Path("run/checkpoints/last"), 1, {"plan": {"input_shape": shape, "num_classes": 3}})
+    with pytest.raises(ConfigError, match="nothing sound"):
+        export.data_info(saved)
