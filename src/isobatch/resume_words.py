@@ -27,13 +27,15 @@ def expand(words: list[str], cwd: Path) -> tuple[list[str], list[str]]:
     """`words` with the saved settings of the run that `resume=` names put before it, and lines to tell the person.
 
     Raises:
-        ConfigError: the saved settings cannot be read.
+        ConfigError: no such folder, or the saved settings cannot be read.
     """
     typed = {match["key"]: match["value"] for word in words if (match := WORD.fullmatch(word))}
     named = typed.get("resume", "null").strip("'\"")
     if named in ("null", ""):
         return words, []
     run = run_folder((cwd / Path(named).expanduser()).resolve())
+    if not run.is_dir() and "," not in named:  # a list is a sweep over runs
+        raise ConfigError("resume", named, "no such folder", "set resume to the folder of a run (outputs/<date>/<time>)")
     saved, told = saved_words(run)
     kept = [word for word in saved if not _shadowed(word, typed)]
     at = next(i for i, word in enumerate(words) if (m := WORD.fullmatch(word)) and m["key"] == "resume")

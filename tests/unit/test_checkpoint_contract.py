@@ -119,6 +119,11 @@ def test_an_unreadable_list_of_settings_is_one_line(tmp_path: Path, text) -> Non
     assert not (tmp_path / "owned").exists()
 
 
+def test_a_run_that_is_not_there_is_refused_before_anything_is_composed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="resume=nowhere: no such folder"):
+        expand(["resume=nowhere", "seed=1"], tmp_path)
+
+
 def test_without_resume_nothing_changes(tmp_path: Path) -> None:
-    for words in ([], ["seed=1"], ["resume=null"], ["resume="], ["resume=nowhere", "seed=1"], ["-m", "seed=1,2"]):
+    for words in ([], ["seed=1"], ["resume=null"], ["resume="], ["resume=a,b", "seed=1"], ["-m", "seed=1,2"]):
         assert expand(words, tmp_path) == (words, [])
