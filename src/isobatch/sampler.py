@@ -112,6 +112,41 @@ class Repeated:
         return base[position // self.repeats] + n * (position % self.repeats)
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Shuffled in blocks, for data that is slow to jump about in (tars on a spinning disk or a remote file system).
+
+    The blocks of neighbouring samples come in a random order, and the samples of each `mix` blocks in a row are shuffled among
+    themselves: at any time only `mix` stretches of the data are read.
+
+    Args:
+        block: samples of a block; the last one may be shorter.
+        mix: blocks that are shuffled together; 1 shuffles within each block alone.
+    """
+
+    name: str = "blocks"
+    tail: str = "keep"
+    block: int = 1024
+    mix: int = 16
+
+    def __post_init__(self) -> None:
+        choice("sampler.tail", self.tail, TAILS)
+        positive("sampler.block", self.block)
+        positive("sampler.mix", self.mix)
+
+    def order_size(self, n: int) -> int:
+        return n
+
+    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed + epoch)
+        blocks = torch.arange(n).split(self.block)
+        chosen = torch.randperm(len(blocks), generator=generator).tolist()
+        groups = [torch.cat([blocks[b] for b in chosen[k : k + self.mix]]) for k in range(0, len(chosen), self.mix)]
+        return torch.cat([group[torch.randperm(len(group), generator=generator)] for group in groups])
+
+
 def _occurrence(drawn: Tensor) -> Tensor:
     """How often each value stood earlier in `drawn` (N,) -> (N,)."""
     import torch
@@ -127,4 +162,10 @@ def _occurrence(drawn: Tensor) -> Tensor:
     return occurrence
 
 
-TABLE: dict[str, Any] = {"shuffle": Shuffle, "sequential": Sequential, "weighted": Weighted, "repeated": Repeated}
+TABLE: dict[str, Any] = {
+    "shuffle": Shuffle,
+    "sequential": Sequential,
+    "weighted": Weighted,
+    "repeated": Repeated,
+    "blocks": Blocks,
+}

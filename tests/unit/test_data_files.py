@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -182,3 +183,18 @@ def test_a_torchvision_set_is_read_or_its_absence_refused(tmp_path: Path) -> Non
         options("data", given).load(None, 0)
     with pytest.raises(ConfigError, match="CIFAR10, CIFAR100"):
         options("data", {**given, "dataset": "CIFAR"})
+
+
+def test_a_hugging_face_set_without_package_or_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"not installed; pip install 'isobatch\[hugging_face\]'"):
+            options("data", {"name": "hugging_face", "path": "mnist"}).check()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "single").mkdir()
+    (tmp_path / "single" / "state.json").touch()
+    for path, says in ((None, "is not set"), ("./nowhere", "no such folder"), (str(tmp_path / "x"), "no such folder"),
+                       (str(tmp_path / "single"), "one split that was saved alone")):  # fmt: skip
+        with pytest.raises(ConfigError, match=says) as refusal:
+            options("data", {"name": "hugging_face", "path": path}).check()
+        assert refusal.value.key == "data.path"

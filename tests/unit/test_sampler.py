@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from isobatch.errors import ConfigError
-from isobatch.sampler import Repeated, Sequential, Shuffle, Weighted
+from isobatch.sampler import Blocks, Repeated, Sequential, Shuffle, Weighted
 
 
 def no_targets() -> torch.Tensor:
@@ -45,3 +45,17 @@ def test_weighted_draws_classes_evenly_and_numbers_what_it_draws_twice() -> None
     assert not order.equal(Weighted(samples=2000).order(1, 100, 0, lambda: targets))
     with pytest.raises(ConfigError, match="class labels"):
         Weighted().order(0, 3, 0, lambda: torch.rand(3))
+
+
+@pytest.mark.parametrize(("n", "block", "mix"), [(100, 10, 3), (97, 10, 4), (5, 10, 2), (64, 8, 100)])
+def test_blocks_are_shuffled_and_read_from_few_places_at_a_time(n: int, block: int, mix: int) -> None:
+    order, again, other = (Blocks(block=block, mix=mix).order(epoch, n, 3, no_targets) for epoch in (0, 0, 1))
+    assert sorted(order.tolist()) == list(range(n)) and order.equal(again) and not order.equal(other)
+    for b in range(-(-n // block)):  # all of a block is read within one group of `mix`
+        positions = (order // block == b).nonzero().flatten()
+        assert positions[-1] - positions[0] < block * mix
+    if mix < -(-n // block):
+        assert (order // block)[: block * mix].unique().numel() <= mix
+    if n > block:
+        assert (order // block)[:block].unique().numel() > 1, "blocks are not mixed"
+        assert not order.equal(order.sort().values)

@@ -11,6 +11,7 @@ from typing import Any
 
 from isobatch.data.base import DataInfo, Split, Splits
 from isobatch.data.csv_file import CsvFile
+from isobatch.data.hugging_face import HuggingFace
 from isobatch.data.image_folder import ImageFolder
 from isobatch.data.memory import Digits, RandomMatrix, Synthetic
 from isobatch.data.torchvision_sets import TorchVision
@@ -26,4 +27,5 @@ TABLE: dict[str, Any] = {
     "csv": CsvFile,
     "torchvision": TorchVision,
     "webdataset": WebDataset,
+    "hugging_face": HuggingFace,
 }

@@ -114,13 +114,15 @@ class ImageOptions(Reading):
         return Splits(split(train), split(evaluation), info)
 
 
-def numbered(train: Any, evaluation: Any, keys: tuple[str, str], names: tuple[str, str]) -> tuple[list[str], Any, Any]:
+def numbered(train: Any, evaluation: Any, keys: tuple[str, str], names: tuple[str, str],
+             count: int = 0) -> tuple[list[str], Any, Any]:  # fmt: skip
     """Class names, and the class numbers (N,) of both splits.
 
     Args:
         train, evaluation: labels as they were read, integers or text. Integers, and text that is nothing but integers in
             all of `train`, are class numbers as they stand; other text is numbered in sorted order.
         keys, names: the setting of each split and its value, to name in a refusal.
+        count: of classes, where more are known than `train` has samples of.
     Raises:
         ConfigError: a negative number (the hub's mark for "no label"), or a label that `train` does not have.
     """
@@ -137,7 +139,7 @@ def numbered(train: Any, evaluation: Any, keys: tuple[str, str], names: tuple[st
             if (labels < 0).any():
                 raise ConfigError(key, name, f"has {int((labels < 0).sum())} samples without a label (a negative number)",
                                   f"set {key} to samples that are labelled")  # fmt: skip
-        number: dict[Any, int] = {i: i for i in range(int(train.max()) + 1)}
+        number: dict[Any, int] = {i: i for i in range(max(count, int(train.max()) + 1))}
         used = numpy.unique(evaluation).tolist()
     else:
         number = {label: i for i, label in enumerate(sorted(set(train)))}
