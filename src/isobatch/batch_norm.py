@@ -29,8 +29,18 @@ def tracking_layers(model: nn.Module) -> list[_NormBase]:
 def freeze(model: nn.Module) -> None:
     """Keep running statistics as they are and normalise with them, in training too (`model.batch_norm=frozen`)."""
     for layer in tracking_layers(model):
-        layer.eval()
-        layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign,misc]
+        keep_statistics(layer)
+
+
+def keep_statistics(layer: nn.Module) -> None:
+    """Let `layer` normalise with its running statistics for good, whatever mode its model is put into."""
+    layer.eval()
+    layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign,misc]
+
+
+def learns(model: nn.Module) -> bool:
+    """Whether any running statistics still change in training."""
+    return any(layer.training for layer in tracking_layers(model))
 
 
 def apply_policy(model: nn.Module, policy: str, plan: BatchPlan, ranks: Ranks, device: torch.device) -> None:
@@ -39,7 +49,7 @@ def apply_policy(model: nn.Module, policy: str, plan: BatchPlan, ranks: Ranks, d
     Raises:
         ConfigError: `sync` without CUDA; a shard of one sample, which batch norm cannot normalise.
     """
-    layers = [m for m in tracking_layers(model) if isinstance(m, _BatchNorm)]
+    layers = [m for m in tracking_layers(model) if isinstance(m, _BatchNorm) and m.training]
     if not layers:
         return
     if policy == "frozen":
@@ -60,7 +70,7 @@ def apply_policy(model: nn.Module, policy: str, plan: BatchPlan, ranks: Ranks, d
 
 def describe(model: nn.Module, policy: str) -> str:
     """The policy as the plan states it; `none` for a model without batch norm."""
-    return policy if tracking_layers(model) else "none"
+    return "none" if not tracking_layers(model) else policy if learns(model) else "frozen"
 
 
 class ShardStatistics:

@@ -29,7 +29,7 @@ from isobatch.errors import ConfigError, Stopped
 from isobatch.sweeps import launchers
 
 # Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
-INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint")
+INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint", "model.checkpoint_path")
 HYDRA_OPTIONS = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--info"}
 
 

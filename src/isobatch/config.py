@@ -153,13 +153,14 @@ class Settings:
     imports: list[str] = field(default_factory=list)
     deterministic: bool = False
     threads: int | None = None
-    compile: bool = False
+    compile: Any = False
     channels_last: bool | None = None
     on_nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
         choice("task", self.task, ("train", "evaluate", "export", "plan"))
         within("warmup", self.warmup, 0, 1e9)
+        choice("compile", self.compile, model.COMPILE)
         choice("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", self.seed, "is not in 0 .. 2^63-1", "set seed=0")

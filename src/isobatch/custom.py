@@ -11,7 +11,7 @@ from isobatch.checks import choice
 from isobatch.data.base import DataInfo, Reading, Split, Splits
 from isobatch.errors import ConfigError
 from isobatch.loss import Loss
-from isobatch.model import BATCH_NORM
+from isobatch.model import Model
 from isobatch.sampler import TAILS
 
 if TYPE_CHECKING:
@@ -33,16 +33,11 @@ def called(group: str, options: Any, *args: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class CustomModel:
+class CustomModel(Model):
     """`f(num_classes, in_chans, **kwargs) -> nn.Module`."""
 
-    name: str = ""
-    batch_norm: str = "shard"
     kwargs: dict[str, Any] = field(default_factory=dict)
     factory: ClassVar[Callable[..., Any]]
-
-    def __post_init__(self) -> None:
-        choice("model.batch_norm", self.batch_norm, BATCH_NORM)
 
     def build(self, info: DataInfo) -> nn.Module:
         model: nn.Module = called("model", self, info.num_classes, info.in_chans)

@@ -15,16 +15,38 @@ if TYPE_CHECKING:
     from isobatch.data import DataInfo
 
 BATCH_NORM = ("shard", "sync", "frozen")
+# the top-level key `compile`: on, and torch.compile's modes
+COMPILE = (False, True, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True)
-class Timm:
+class Model:
+    """What all models share.
+
+    Args:
+        batch_norm: `shard` (statistics of a shard; running statistics averaged over the window), `sync` (over the
+            whole micro step of all ranks, CUDA only), `frozen` (as loaded).
+        freeze: names of parts that keep their weights (see freezing.py); `backbone` = all but the classifier.
+    """
+
+    name: str = ""
+    batch_norm: str = "shard"
+    freeze: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        choice("model.batch_norm", self.batch_norm, BATCH_NORM)
+
+
+@dataclass(frozen=True)
+class Timm(Model):
     """Any architecture that timm knows; classes and input channels come from the data.
 
     Args:
         arch: timm's name, with a pretrained tag if wanted (`resnet18.a1_in1k`).
-        batch_norm: `shard` (statistics of a shard; running statistics averaged over the window), `sync` (over the
-            whole micro step of all ranks, CUDA only), `frozen` (as loaded).
+        checkpoint_path: a file of weights (safetensors, or torch's, in its safe mode), a run folder of this program
+            (its best, else its last checkpoint) or an exported one. A classifier for other classes starts anew.
+        small_stem: for images of about 32 px: a ResNet begins with a 3x3 convolution instead of a 7x7 with stride 2 and
+            a max pool (He et al. 2016, section 4.2).
         kwargs: handed to timm.create_model (img_size, patch_size, ...).
     """
 
@@ -32,16 +54,16 @@ class Timm:
     arch: str = "resnet18"
     pretrained: bool = False
     checkpoint_path: str | None = None
-    batch_norm: str = "shard"
     drop_rate: float = 0.0
     drop_path_rate: float = 0.0
     grad_checkpointing: bool = False
+    small_stem: bool = False
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     imports: ClassVar[tuple[str, ...]] = ("isobatch.timm_alone",)  # what takes seconds: see launch/spawn.py
 
     def __post_init__(self) -> None:
-        choice("model.batch_norm", self.batch_norm, BATCH_NORM)
+        super().__post_init__()
         within("model.drop_rate", self.drop_rate, 0, 1)
         within("model.drop_path_rate", self.drop_path_rate, 0, 1)
 
@@ -59,32 +81,39 @@ class Timm:
         try:
             model = timm.create_model(
                 self.arch, pretrained=self.pretrained, num_classes=info.num_classes, in_chans=info.in_chans,
-                checkpoint_path=self.checkpoint_path or "", **rates, **self.kwargs,
+                **rates, **self.kwargs,
             )  # fmt: skip
         except (TypeError, AssertionError, FileNotFoundError, RuntimeError) as error:
             raise ConfigError("model.arch", self.arch, f"timm could not build it ({error})",
-                              "check model.kwargs, model.pretrained and model.checkpoint_path") from None  # fmt: skip
+                              "check model.kwargs and model.pretrained") from None  # fmt: skip
+        if self.small_stem:
+            from isobatch.weights import small_stem
+
+            small_stem(model, self.arch)
+        if self.checkpoint_path:
+            from isobatch.weights import load_into
+
+            load_into(model, self.checkpoint_path)
         if self.grad_checkpointing:
             model.set_grad_checkpointing(True)  # type: ignore[operator]
         return model
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Model):
     """One linear layer on flat inputs: features -> `outputs` (null: the number of classes, or 1 without classes).
 
     `init`: `default` (torch's), or `ones` / `zeros` for experiments that are worked out by hand.
     """
 
     name: str = "linear"
-    batch_norm: str = "shard"
     outputs: int | None = None
     bias: bool = True
     init: str = "default"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choice("model.init", self.init, ("default", "ones", "zeros"))
-        choice("model.batch_norm", self.batch_norm, BATCH_NORM)
 
     def build(self, info: DataInfo) -> nn.Module:
         from torch import nn
@@ -97,11 +126,10 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class MLP:
+class MLP(Model):
     """`depth` hidden layers of `width` units with ReLU on flat inputs; optional batch norm and dropout."""
 
     name: str = "mlp"
-    batch_norm: str = "shard"
     width: int = 128
     depth: int = 2
     outputs: int | None = None
@@ -109,10 +137,10 @@ class MLP:
     drop_rate: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive("model.width", self.width)
         positive("model.depth", self.depth)
         within("model.drop_rate", self.drop_rate, 0, 1)
-        choice("model.batch_norm", self.batch_norm, BATCH_NORM)
 
     def build(self, info: DataInfo) -> nn.Module:
         from torch import nn

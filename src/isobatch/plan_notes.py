@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from isobatch import freezing
 from isobatch.batch_norm import tracking_layers
 from isobatch.batch_plan import BatchPlan
 from isobatch.config import Config
@@ -13,7 +14,9 @@ from isobatch.distributed import Ranks
 
 def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, device: torch.device) -> list[str]:
     """One line each, most important first."""
-    batch, found = plan.batch, []
+    batch, found = plan.batch, list[str]()
+    if frozen := freezing.describe(model):
+        found.append(frozen)
     if batch.num_shards > 1 and config.model.batch_norm == "shard" and any(m.training for m in tracking_layers(model)):
         found.append(
             f"batch norm normalises over a shard of {batch.micro} samples: batch.micro={batch.micro} is part of the "

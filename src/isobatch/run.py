@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from isobatch import batch_norm, evaluation, export, hardware, plan_notes, teacher
+from isobatch import batch_norm, evaluation, export, freezing, hardware, plan_notes, teacher
 from isobatch import config as configuration
 from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
@@ -91,6 +91,7 @@ class Run:
         self.data_info = splits.info
         seed_everything(config.seed)  # the weights are drawn next, from the seed alone
         model = self.resume.model().build(splits.info)
+        freezing.freeze(model, getattr(config.model, "freeze", ()))
         batch, chosen = self.choose_batch(model, splits)
         order_size = config.sampler.order_size(len(splits.train))
         plan = BatchPlan(batch, order_size, config.sampler.tail)
@@ -112,7 +113,7 @@ class Run:
                  "input_shape": list(splits.info.shape), "class_names": list(splits.info.class_names),
                  "mean": list(splits.info.mean), "std": list(splits.info.std)}  # fmt: skip
         self.about = {"config": config.plain, "plan": facts, "identity": identity}  # what a checkpoint says of its run
-        shards_matter = config.model.batch_norm == "shard" and bool(batch_norm.tracking_layers(model))
+        shards_matter = config.model.batch_norm == "shard" and batch_norm.learns(model)
         resumed = self.resume.check(facts, identity, config.reduction.exact, shards_matter, plan.windows_per_epoch)
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
         notes = [*resumed, *chosen.words, *plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
@@ -148,7 +149,8 @@ class Run:
         optimizer = config.optimizer.build(model, plan.batch.effective)
         statistics = batch_norm.ShardStatistics(working.module)
         if config.compile:
-            working.module.compile()
+            # shapes are few and fixed; a graph for any size would be slower, and depend on which size came first
+            working.module.compile(dynamic=False, mode=None if config.compile is True else config.compile)
         reducer = config.reduction.build(working, config.parallel, plan, ranks, device)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer)
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)

@@ -118,7 +118,7 @@ def test_case_18_the_exported_weights_load_into_timm(tmp_path: Path) -> None:
     train(tmp_path / "b", *setting, f"model.checkpoint_path={tmp_path / 'foreign.pth'}", "optimizer.lr=0")
     assert torch.equal(state_of(tmp_path / "b")["model"]["fc.weight"], ema["fc.weight"])
     torch.save({f"other.{k}": v for k, v in ema.items()}, tmp_path / "wrong.pth")
-    with pytest.raises(ConfigError, match=r"model\.arch"):
+    with pytest.raises(ConfigError, match=r"model\.checkpoint_path=.* lacks bn1"):
         train(tmp_path / "c", *setting, f"model.checkpoint_path={tmp_path / 'wrong.pth'}")
 
 

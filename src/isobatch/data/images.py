@@ -32,7 +32,7 @@ class LabelledImages(ABC):
         from isobatch import pixels
 
         self.labels = numpy.asarray(labels, dtype=numpy.int64)  # not a tensor: reading one number of it costs 20 times more
-        self.options, self.transform = options, transform
+        self.options, self.transform, self.size = options, transform, options.image_size
         self.decode = pixels.decode_crop
         self.box = pixels.center_box(options.crop_pct) if transform is None else transform.box
 
@@ -49,7 +49,7 @@ class LabelledImages(ABC):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         options = self.options
-        image = self.decode(self.data(index), self.box, options.image_size, options.interpolation, options.in_chans,
+        image = self.decode(self.data(index), self.box, self.size, options.interpolation, options.in_chans,
                             options.decode == "fast")  # fmt: skip
         if self.transform is not None:
             image = self.transform.after(image)
@@ -61,7 +61,7 @@ class ImageOptions(Reading):
     """What all datasets of encoded images share.
 
     Args:
-        image_size: side in pixels that the model sees.
+        image_size: side in pixels that the model sees. eval_size: in evaluations, for models that take any (null: the same).
         crop_pct: share of the shorter side that an evaluation looks at.
         interpolation: bilinear or bicubic, antialiased.
         decode: `fast` reads JPEGs at a reduced scale where the crop is still large enough, `full` never.
@@ -70,6 +70,7 @@ class ImageOptions(Reading):
     """
 
     image_size: int = 224
+    eval_size: int | None = None
     crop_pct: float = 0.875
     interpolation: str = "bilinear"
     decode: str = "fast"
@@ -81,6 +82,7 @@ class ImageOptions(Reading):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive("data.image_size", self.image_size)
+        positive("data.eval_size", 1 if self.eval_size is None else self.eval_size)
         within("data.crop_pct", self.crop_pct, 0.01, 1)
         choice("data.interpolation", self.interpolation, ("bilinear", "bicubic"))
         choice("data.decode", self.decode, ("fast", "full"))
@@ -107,6 +109,8 @@ class ImageOptions(Reading):
         mean, std = self.normalization()
         shape = (self.in_chans, self.image_size, self.image_size)
         info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes))
+
+        evaluation.size = self.eval_size or self.image_size
 
         def split(dataset: LabelledImages) -> Split:
             return Split(dataset, targets=lambda: torch.from_numpy(dataset.labels), info=info)
