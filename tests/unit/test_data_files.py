@@ -134,6 +134,8 @@ def test_pixels_are_those_of_pil(tmp_path: Path) -> None:
         theirs = Image.open(path).crop((7, 2, 43, 38)).resize((24, 24), method)
         difference = ours.permute(1, 2, 0).numpy().astype(int) - numpy.asarray(theirs).astype(int)
         assert abs(difference).max() <= 2 and abs(difference).mean() < 0.2
+        wide = read_image(str(path), lambda width, height: (3, 5, 44, 27), 24, name).permute(1, 2, 0).numpy().astype(int)
+        assert abs(wide - numpy.asarray(Image.open(path).crop((3, 5, 47, 32)).resize((24, 24), method)).astype(int)).max() <= 2
     palette = tmp_path / "p.png"
     Image.open(path).convert("P").save(palette)
     assert read_image(str(palette), center_box(1), 8, "bilinear").shape == (3, 8, 8)
