@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive, within
 from isobatch.errors import ConfigError
+from isobatch.shards import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +115,17 @@ class Timm:
         return [{"params": groups[decay], "weight_decay": decay} for decay in sorted(groups)]
 
     def _fused(self, model: nn.Module) -> bool:
-        """Fused where torch has it (a third of the cost of a small step); timm's own optimizers have none."""
+        """Fused where torch has it (a third of the cost of a small step); timm's own optimizers have none.
+
+        Raises:
+            ConfigError: asked for, but torch has none for weights that are spread over ranks.
+        """
         fused_in_torch = {"sgd", "momentum", "adam", "adamw", "adagrad"}
+        if is_sharded(model):
+            fused_in_torch = {"adam", "adamw"}
+            if self.fused and self.opt.lower() not in fused_in_torch:
+                raise ConfigError("optimizer.fused", True, f"torch has no fused {self.opt} for weights in parts",
+                                  "set optimizer.fused=null")  # fmt: skip
         if self.fused is None:
             return self.opt.lower() in fused_in_torch
         return self.fused

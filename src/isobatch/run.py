@@ -138,7 +138,7 @@ class Run:
         config, ranks, device = self.config, self.ranks, self.device
         channels_last = hardware.wants_channels_last(config, device)
         model = model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # type: ignore[call-overload]
-        working = config.parallel.working_copy(config.precision, model, ranks)  # may change its dtype: before the optimizer
+        working = config.parallel.working_copy(config.precision, model, ranks.world_size)  # may change its dtype
         average = config.ema.build(model)
         prepare = config.loss.prepare(
             config.augment.batch_transform(splits.info, config.seed),

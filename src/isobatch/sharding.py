@@ -8,7 +8,7 @@ in the same order, whatever the model does, while running statistics and generat
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,11 @@ def fully_sharded(model: nn.Module, average: nn.Module | None, options: Options,
     for hook in hooks:
         hook.remove()
     names = choose_blocks(model, options.blocks, called)
-    looks = options.find_unused_parameters is True or (options.find_unused_parameters == "auto" and any(missed))
+    asked = options.find_unused_parameters
+    unused = Unused(looks=asked is True or (asked == "auto" and any(missed)), notes=asked == "auto", same=any(missed))
     if any(missed):
         log.info("parallel.find_unused_parameters=%s: the first sample leaves %d of %d parameters without a gradient",
-                 options.find_unused_parameters, sum(missed), len(missed))  # fmt: skip
+                 asked, sum(missed), len(missed))  # fmt: skip
     shape = (ranks.world_size,) if size == ranks.world_size else (ranks.world_size // size, size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     _refuse_buffers(model, dtype)
@@ -61,7 +62,7 @@ def fully_sharded(model: nn.Module, average: nn.Module | None, options: Options,
             reason = " ".join(str(error).split())[:160]
             raise ConfigError("parallel.name", options.name, f"torch cannot shard this model ({reason})",
                               "set parallel=ddp") from None  # fmt: skip
-        module.shards = Shards(module, example, options, ranks, looks and module is model)  # type: ignore[assignment]
+        module.shards = Shards(module, example, options, ranks, unused if module is model else None)  # type: ignore[assignment]
     log.info("parallel=%s: %d block(s) and the rest, %d part(s) each", options.name, len(names), size)
 
 
@@ -109,29 +110,42 @@ def _cut(model: nn.Module, names: list[str], options: Options, dtype: torch.dtyp
             module.set_force_sum_reduction_for_comms(True)
 
 
-class Shards:
-    """One sharded model in the life of a window.
+class Unused(NamedTuple):
+    """What is done about parameters without a gradient (see `find_unused_parameters`).
 
     Args:
-        looks: find parameters that get no gradient anywhere in a window, and leave them without (see Options).
+        looks: ask all ranks after each window, and leave those that are used nowhere without a gradient.
+        notes: warn of a window in which this rank misses one.
+        same: some are missing in every shard alike, so torch leaves them out of its messages.
     """
 
-    def __init__(self, model: nn.Module, example: Tensor, options: Options, ranks: Ranks, looks: bool):
+    looks: bool
+    notes: bool
+    same: bool
+
+
+class Shards:
+    """One sharded model in the life of a window. `unused`: None for a model that does not train."""
+
+    def __init__(self, model: nn.Module, example: Tensor, options: Options, ranks: Ranks, unused: Unused | None):
         from torch.distributed.fsdp import FSDPModule
 
         self.model, self.example, self.options, self.ranks = model, example, options, ranks
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.behind = 0  # micro steps that this rank has fewer than the busiest in this window
         self.attending, self.flags = False, (True, True)
-        self.parameters = trainable(model) if looks else []
+        self.looks, self.notes, same = unused or Unused(False, False, True)
+        self.parameters = trainable(model)
         self.used = [False] * len(self.parameters)
-        if looks:
+        if self.looks or not same:
+            for unit in self.units:  # zeros for what got none, so that all ranks send the same
+                unit.set_reduce_scatter_unused_params(True)
+        if self.looks or self.notes:
             self._watch()
 
     def _watch(self) -> None:
         """Note which parameters get a gradient: those that are gathered, which are the same objects every time."""
         for unit in self.units:
-            unit.set_reduce_scatter_unused_params(True)  # so that all ranks send the same
             unit.unshard()
         for i, p in enumerate(trainable(self.model)):
             p.register_post_accumulate_grad_hook(lambda _, i=i: self._saw(i))
@@ -158,12 +172,16 @@ class Shards:
         for left in reversed(range(self.behind)):
             self.enter(last=not left)
             self._attend()
-        if self.parameters:
+        if self.looks:
             used = torch.tensor(self.used, dtype=torch.int32, device=self.example.device)
             for p, somewhere in zip(self.parameters, self.ranks.all_reduce(used, "max").tolist(), strict=True):
                 if not somewhere:
                     p.grad = None
-            self.used = [False] * len(self.parameters)
+        elif self.notes and any(self.used) and not all(self.used):
+            log.warning("in some shards %d of %d parameters get no gradient: parallel.find_unused_parameters=true leaves "
+                        "those alone that a whole window does not use", self.used.count(False), len(self.used))  # fmt: skip
+            self.notes = False
+        self.used = [False] * len(self.used)
 
     def _attend(self) -> None:
         """Forward and backward that add nothing."""

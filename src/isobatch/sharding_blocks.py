@@ -33,17 +33,16 @@ def choose_blocks(model: nn.Module, asked: Any, called: dict[str, int]) -> list[
         return found if len(found) > 1 else []
     chosen: set[str] = set()
     for pattern in asked:
-        fitting = [name for name in modules if name and _fits(name, pattern)]
+        fitting = [name for name, m in modules.items() if name and _fits(name, pattern) and _size(m)]
         if not fitting:
             near = ", ".join(name for name, _ in items(model))[:80] or "none"
-            raise ConfigError("parallel.blocks", pattern, "names no module of this model", f"its blocks are {near}")
+            raise ConfigError("parallel.blocks", pattern, "names no module with weights", f"its blocks are {near}")
         for name in fitting:
-            if called.get(name) != 1 or not _size(modules[name]):
-                raise ConfigError("parallel.blocks", name,
-                                  "has no weights" if called.get(name) == 1 else "is not called once in a forward",
+            if called.get(name) != 1:
+                raise ConfigError("parallel.blocks", name, "is not called once in a forward",
                                   "leave it out, or set parallel.blocks=auto")  # fmt: skip
         chosen.update(fitting)
-    return sorted(chosen, key=lambda name: -name.count("."))
+    return sorted((name for name in modules if name in chosen), key=lambda name: -name.count("."))
 
 
 def items(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -58,6 +57,19 @@ def items(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
             yield from inner
         elif _size(child):
             yield where, child
+
+
+def largest_pieces(model: nn.Module, asked: Any, let_go: bool) -> tuple[int, int]:
+    """(bytes of weights, bytes of gradients) that are whole at a time, at most.
+
+    Two blocks (the next one is gathered while one computes) and the rest of the model, or all weights without `let_go`;
+    the gradients of one block, or of the rest.
+    """
+    total = sum(p.nbytes for p in model.parameters())
+    names = choose_blocks(model, asked, dict.fromkeys(dict(model.named_modules()), 1))
+    sizes = sorted((sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in names), reverse=True)
+    rest = total - sum(sizes)
+    return (rest + sum(sizes[:2]) if let_go else total), max([rest, *sizes[:1]])
 
 
 def _size(module: nn.Module) -> int:

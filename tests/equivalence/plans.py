@@ -19,6 +19,7 @@ from isobatch import model as models
 from isobatch.data import DataInfo
 from isobatch.distributed import Ranks
 from isobatch.run import Run
+from isobatch.shards import whole, whole_tree
 from isobatch.state import weights_sha256
 
 
@@ -32,6 +33,7 @@ class Plan:
 ONE = Plan("one")
 DP = tuple(Plan(f"dp{n}", ("parallel=dp", f"parallel.replicas={n}")) for n in (2, 3))
 DDP = tuple(Plan(f"ddp{n}", ("parallel=ddp",), n) for n in (2, 3, 4, 5, 6, 7))  # 4 and 5 uneven, 7 with an idle rank
+FSDP = Plan("fsdp4", ("parallel=fsdp",), 4), Plan("fsdp7", ("parallel=fsdp",), 7)
 
 
 class Network(nn.Module):
@@ -195,8 +197,9 @@ def trace(made: dict[str, Any], folder: Path, ranks: Ranks) -> Trace:
     kept = [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time"))} for line in lines]
     return Trace(
         weights_sha256(state.model), "" if state.ema is None else weights_sha256(state.ema.module),
-        tree_hash(state.optimizer.state_dict()["state"]), kept, state.skipped_steps, units.reruns if units else 0,
-        torch.cat([p.detach().reshape(-1).double() for p in state.parameters]).tolist(),
+        tree_hash(whole_tree(state.optimizer.state_dict()["state"], True)), kept, state.skipped_steps,
+        units.reruns if units else 0,
+        torch.cat([whole(p).detach().reshape(-1).double() for p in state.parameters]).tolist(),
         [v for b in state.model.buffers() for v in b.detach().double().reshape(-1).tolist()],
     )  # fmt: skip
 

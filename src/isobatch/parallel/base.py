@@ -64,7 +64,11 @@ class Single:
         """Parts that weights, gradients and optimizer state are cut into; 1 = every replica holds them whole."""
         return 1
 
-    def working_copy(self, precision: Any, model: nn.Module, ranks: Ranks) -> WorkingCopy:
+    def gathered_bytes(self, model: nn.Module, replicas: int) -> int:
+        """Bytes of whole weights and gradients that a replica holds for a moment beside its parts."""
+        return 0
+
+    def working_copy(self, precision: Any, model: nn.Module, replicas: int) -> WorkingCopy:
         """What the forward runs on. Called before `shard`, `precision` being the chosen one."""
         return precision.working_copy(model)  # type: ignore[no-any-return]
 

@@ -91,9 +91,18 @@ class FullySharded(Processes):
     def shard_count(self, replicas: int) -> int:
         return self.shard_size if type(self.shard_size) is int else replicas
 
-    def working_copy(self, precision: Any, model: nn.Module, ranks: Ranks) -> WorkingCopy:
+    def gathered_bytes(self, model: nn.Module, replicas: int) -> int:
+        if replicas == 1:
+            return 0
+        from isobatch.sharding_blocks import largest_pieces
+
+        weights, gradients = largest_pieces(model, self.blocks, self.reshard_after_forward)
+        return weights + (gradients if self.reduce_between_micro_steps else sum(
+            p.nbytes for p in model.parameters() if p.requires_grad))  # fmt: skip
+
+    def working_copy(self, precision: Any, model: nn.Module, replicas: int) -> WorkingCopy:
         # the parts are the fp32 masters: half weights are gathered from them, and no half copy is kept
-        return precision.working_copy(model, gathered=ranks.world_size > 1)  # type: ignore[no-any-return]
+        return precision.working_copy(model, gathered=replicas > 1)  # type: ignore[no-any-return]
 
     def shard(self, model: nn.Module, average: nn.Module | None, precision: Any, ranks: Ranks, device: torch.device,
               example: Callable[[], Tensor]) -> None:  # fmt: skip

@@ -38,7 +38,10 @@ class Saved(NamedTuple):
 class Resident:
     """Bytes that one replica holds in every step; `optimizer` is None where it could not be told without a step.
 
+    Where a strategy cuts weights, gradients, optimizer state and average into parts, those of one part.
+
     Args:
+        gathered: whole weights and gradients that are there for a moment beside the parts.
         weights: of the model, with buffers. working: half copy that computes (O2). sums: partial sums of reduction=exact.
         sent: of the gradients as replicas exchange them.
     """
@@ -50,6 +53,7 @@ class Resident:
     ema: int
     sums: int
     sent: int
+    gathered: int = 0
 
     @property
     def beside(self) -> int:
@@ -58,13 +62,13 @@ class Resident:
 
     @property
     def total(self) -> int:
-        return self.weights + self.working + self.gradients + self.beside
+        return self.weights + self.working + self.gathered + self.gradients + self.beside
 
 
 def resident(config: Config, model: nn.Module, batch: Batch) -> Resident:
     """Counted without touching `model`: half precision and the optimizer run on tensors without data."""
     weights = model if config.precision.name in SAME_MODEL else on_meta(model)  # a copy costs a tenth of a second
-    working = config.precision.working_copy(weights)  # O3 makes the model itself half
+    working = config.parallel.working_copy(config.precision, weights, batch.num_replicas)  # O3 makes the model itself half
     trained = [p for p in working.module.parameters() if p.requires_grad]
     masters = {id(p) for p in weights.parameters()}
     copied = [p for p in working.module.parameters() if id(p) not in masters]
@@ -77,8 +81,17 @@ def resident(config: Config, model: nn.Module, batch: Batch) -> Resident:
     average = nbytes(state_of(weights)) if config.ema.name != "none" and not getattr(config.ema, "device", None) else 0
     if average and any(p.dtype.itemsize == 2 for p in weights.parameters()):
         average = sum(4 * t.numel() for t in state_of(weights))  # a half model has an fp32 average
-    return Resident(nbytes(state_of(weights)), nbytes(copied), gradients, optimizer_state(config, weights, batch),
-                    average, sums(config, batch, gradients), sent)  # fmt: skip
+    parts = config.parallel.shard_count(batch.num_replicas)
+    state, buffers = optimizer_state(config, weights, batch), nbytes(weights.buffers())
+
+    def part(size: int, whole: int = 0) -> int:
+        return whole - (whole - size) // parts  # rounded up
+
+    return Resident(
+        part(nbytes(state_of(weights)), buffers), nbytes(copied), part(gradients), state and part(state),
+        part(average, min(average, buffers)), sums(config, batch, gradients), sent,
+        config.parallel.gathered_bytes(weights, batch.num_replicas),
+    )  # fmt: skip
 
 
 def on_meta(model: nn.Module) -> nn.Module:

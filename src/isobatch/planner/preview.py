@@ -62,8 +62,9 @@ def preview(config: Config, model: nn.Module, splits: Splits, batch: Batch, devi
     except Exception as error:  # an estimate that fails must not stop a training (a model that cannot be copied, say)
         log.debug("no memory estimate: %s", error)
         return Preview()
-    parts = {"weights": resident.weights, "half copy": resident.working, "gradients": resident.gradients,
-             "optimizer": resident.optimizer, "average": resident.ema, "exact sums": resident.sums}  # fmt: skip
+    parts = {"weights": resident.weights, "half copy": resident.working, "gathered": resident.gathered,
+             "gradients": resident.gradients, "optimizer": resident.optimizer, "average": resident.ema,
+             "exact sums": resident.sums}  # fmt: skip
     listed = ", ".join(f"{name} {_mb(size)}" for name, size in parts.items() if size is None or size or name == "optimizer")
     found = Preview({"memory": f"{listed}: {_mb(resident.total)} MB per replica, without activations"})
     found.record["memory_mb"] = {name.replace(" ", "_"): None if size is None else round(size / MB, 3)

@@ -61,8 +61,8 @@ class LossScaler:
                     groups.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
         self._not_finite = []
         for (device, _), grads in groups.items():
-            flag = torch.zeros(1, device=device)
-            inverse = torch.full((1,), 1.0 / self.value, device=device)
+            flag = torch.zeros((), device=device)
+            inverse = torch.full((), 1.0 / self.value, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
             self._not_finite.append(flag)
 
