@@ -60,6 +60,8 @@ def test_a_saved_data_set_is_read_row_by_row(tmp_path: Path) -> None:
     assert splits.train.dataset.column.num_chunks > 1
     parts = data(tmp_path / "saved", train_split="train[:75%]", eval_split="train[9:]").load(None, 0)
     assert shades(parts.train) == list(range(9)) and shades(parts.eval) == [9, 10, 11]
+    few = data(tmp_path / "saved", train_split="train[:2]").load(None, 0)
+    assert few.train.targets().tolist() == [0, 1] and few.eval.targets().tolist() == [0, 1, 2], "the classes are known anyway"
 
 
 def test_a_shuffled_data_set_keeps_its_order(tmp_path: Path) -> None:

@@ -59,3 +59,9 @@ def test_blocks_are_shuffled_and_read_from_few_places_at_a_time(n: int, block: i
     if n > block:
         assert (order // block)[:block].unique().numel() > 1, "blocks are not mixed"
         assert not order.equal(order.sort().values)
+
+
+def test_blocks_come_in_a_random_order() -> None:
+    blocks = Blocks(block=4, mix=1).order(0, 40, 3, no_targets).view(10, 4) // 4
+    assert (blocks == blocks[:, :1]).all()
+    assert blocks[:, 0].tolist() != list(range(10))
