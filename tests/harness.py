@@ -66,7 +66,9 @@ def train(folder: Path, *overrides: str, ranks: Ranks | None = None, observe: Ca
         record.weights.append(torch.cat([whole(p).detach().reshape(-1).double() for p in state.parameters]).tolist())
         record.lrs.append(state.optimizer.param_groups[0]["lr"])
         record.norms.append(None if norm is None else float(norm))
-        record.ids.append([int(t) for m in micro_batches for t in m.targets.reshape(len(m.targets), -1)[:, 0]])
+        # a loss with a teacher or with views has more than labels among its targets; the labels come first
+        labels = [m.targets if isinstance(m.targets, torch.Tensor) else m.targets[0] for m in micro_batches]
+        record.ids.append([int(t) for part in labels for t in part.reshape(len(part), -1)[:, 0]])
         if observe is not None:
             observe(state, parts, window)
         return applied, norm

@@ -18,6 +18,9 @@ FEW = "epochs=null steps=2 logger=none eval_every=2"
 SHORT = f"{FEW} model=mlp"  # importing timm costs every rank seconds
 # a part of a command -> what is added to it instead of SHORT ("": it is short already)
 ADDED = {
+    "experiment=finetune": f"{FEW} model.arch=test_convnext model.pretrained=false batch.effective=6 data.image_size=32",
+    "experiment=digits": FEW,
+    "task=export": "",
     "photos": f"{SHORT} batch.effective=6 batch.micro=2 data.image_size=32",
     "hydra.run.dir=runs/first": "model=mlp logger=none",
     "resume=runs/first epochs": "",
@@ -74,7 +77,7 @@ pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on 
 
 
 # many ranks or many jobs: their parts have small tests of their own, so these run in `make test-all`
-LONG = ("sweep.tolerance=0", "experiment=strategies", "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "photos")
+LONG = ("experiment=digits", "sweep.tolerance=0", "experiment=strategies", "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "photos")
 
 
 @pytest.mark.timeout(220)

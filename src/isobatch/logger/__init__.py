@@ -123,6 +123,25 @@ class TensorBoard(Histograms):
 
 
 @dataclass(frozen=True)
+class Trackio:
+    """
+    Args:
+        project: runs of one project are shown together.
+    """
+
+    name: str = "trackio"
+    project: str = "isobatch"
+
+    def check(self) -> None:
+        need("trackio", "trackio", "pip install 'isobatch[trackio]'")
+
+    def build(self, info: RunInfo) -> Logger:
+        from isobatch.logger.trackio import TrackioLogger
+
+        return TrackioLogger(self, info)
+
+
+@dataclass(frozen=True)
 class Several(WeightsAndBiases, TensorBoard):
     """More than one logger at once; each takes its own options from here.
 
@@ -167,5 +186,6 @@ TABLE: dict[str, Any] = {
     "none": NoLogger,
     "wandb": WeightsAndBiases,
     "tensorboard": TensorBoard,
+    "trackio": Trackio,
     "several": Several,
 }

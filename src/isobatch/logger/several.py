@@ -28,6 +28,7 @@ class SeveralLoggers(Logger):
     def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
         for logger in self.loggers:
             logger.start(plan, run_id, samples)
+            run_id = run_id or logger.run_id  # one id for all: a checkpoint keeps one
         self.run_id = next((logger.run_id for logger in self.loggers if logger.run_id), None)
 
     def log(self, row: Mapping[str, Any]) -> None:
