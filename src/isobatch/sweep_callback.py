@@ -28,12 +28,14 @@ class SweepReport(Callback):
         self.tolerance, self.enabled = tolerance, enabled
         self._folder: Path | None = None
         self._process = os.getpid()
+        self._logger: dict[str, Any] = {}
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         """Remembers the folder, absolute, before any job changes the directory."""
         if not self.enabled or ("sweep" in config and config.sweep.dry_run):
             return
         self._folder = Path(config.hydra.sweep.dir).absolute()
+        self._logger = dict(config.logger) if "logger" in config else {}
         # Hydra's sweeper raises when a job failed and then skips on_multirun_end, but a sweep with a failed job needs
         # its comparison most. The exit code is decided by then, so the report at exit only writes.
         atexit.register(self._at_exit)
@@ -64,6 +66,12 @@ class SweepReport(Callback):
             log.warning("the comparison failed: %s: %s", type(error).__name__, error)
             return None if self.tolerance is None else False
         log.info("comparison: %s", folder / "report.html")
+        try:
+            from isobatch.sweeps import online
+
+            online.upload(self._logger, folder, comparison)
+        except Exception as error:
+            log.warning("the comparison was not uploaded: %s: %s", type(error).__name__, error)
         if self.tolerance is None:
             return None
         verdicts = compare(comparison.runs, self.tolerance)

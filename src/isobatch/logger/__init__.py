@@ -10,7 +10,7 @@ from isobatch.checks import choice, positive
 from isobatch.errors import ConfigError
 from isobatch.logger.protocol import Logger, RunInfo
 
-__all__ = ["TABLE", "Logger", "RunInfo"]
+__all__ = ["TABLE", "Logger", "RunInfo", "WeightsAndBiases"]
 
 MODES = ("auto", "online", "offline", "disabled")
 

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known before anything is built: the run folder, and the resolved plain config."""
+    """What is known before anything is built: the run folder, the resolved plain config, and whom it belongs to.
+
+    `group`: of runs that are shown together; None = the sweep that the folder says it belongs to.
+    """
 
     run_dir: Path
     plain: Mapping[str, Any]
+    group: str | None = None
 
 
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # names of the columns, rows

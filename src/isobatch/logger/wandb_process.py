@@ -125,7 +125,8 @@ class Messages:
 
     def report(self, row: dict[str, Any], images: dict[str, str], tables: dict[str, list[Any]]) -> None:
         pictures = {key: self.wandb.Image(path) for key, path in images.items()}
-        made = {key: self.wandb.Table(columns=columns, data=rows) for key, (columns, rows) in tables.items()}
+        made = {key: self.wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+                for key, (columns, rows) in tables.items()}  # fmt: skip
         self.run.log({**row, **pictures, **made})
 
     def checkpoint(self, folder: str, name: str, aliases: list[str], metadata: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ class WeightsAndBiasesLogger(Logger):
             "entity": None if environ.get("WANDB_ENTITY") else options.entity,
             "dir": None if environ.get("WANDB_DIR") else str(self.info.run_dir),
             "name": options.run_name or environ.get("WANDB_NAME") or (",".join(facts.differing) or alone)[:120],
-            "group": environ.get("WANDB_RUN_GROUP") or facts.group,
+            "group": environ.get("WANDB_RUN_GROUP") or self.info.group or facts.group,
             "job_type": environ.get("WANDB_JOB_TYPE") or str(self.info.plain.get("task", "train")),
             "tags": list(options.tags) or None,
             "notes": options.notes,
