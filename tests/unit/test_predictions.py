@@ -133,3 +133,22 @@ def test_loggers_get_the_matrix_and_the_table(run: Path, tmp_path: Path) -> None
     events.Reload()
     assert "confusion" in events.Tags()["images"]
     assert any(tag.startswith("per_class") for tag in events.Tags()["tensors"])
+
+
+def test_what_goes_on_from_a_checkpoint_fetches_no_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import timm
+
+    words = ("logger=none", "threads=1", "data=synthetic", "data.samples=16", "data.eval_samples=8", "data.image_size=16",
+             "model=timm", "model.arch=test_resnet", "batch.effective=8", "epochs=null", "scheduler=constant")  # fmt: skip
+    train(tmp_path / "run", *words, "steps=1")
+    made, create = [], timm.create_model
+
+    def creates(*args: Any, **kwargs: Any) -> Any:
+        made.append(kwargs.get("pretrained"))
+        return create(*args, **{**kwargs, "pretrained": False})
+
+    monkeypatch.setattr(timm, "create_model", creates)
+    elsewhere = ("model.pretrained=true", f"model.checkpoint_path={tmp_path / 'gone.pth'}", f"resume={tmp_path / 'run'}")
+    train(tmp_path / "evaluated", *words, *elsewhere, "task=evaluate", "steps=1")
+    train(tmp_path / "longer", *words, *elsewhere, "steps=2")
+    assert made == [False, False] and summary(tmp_path / "longer")["steps"] == 2
