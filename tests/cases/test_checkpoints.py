@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,9 @@ def _die_in_a_save(folder: Path, setting: tuple[str, ...], step: int) -> None:
 
     def observe(state, parts, window):
         if state.step + 1 == step:
+            end = time.monotonic() + 30
+            while not all((folder / "checkpoints" / name).exists() for name in ("step-2", "last")) and time.monotonic() < end:
+                time.sleep(0.01)  # the save before this one is written beside the training
             dying.append(step)
 
     train(folder, *setting, "checkpoint.resume=auto", observe=observe)
