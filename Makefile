@@ -10,10 +10,10 @@ run: $(VENV)/ready  ## train the default (real handwritten digits) in under a mi
 	$(BIN)/python train.py $(ARGS)
 
 test: lint  ## what CI runs
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --durations=40 $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations=40 $(ARGS)
 
 test-all: lint  ## with full matrices, chaos, network namespaces and a browser
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/test-ready
 	$(BIN)/ruff check src tests benchmarks train.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import multiprocessing as mp
 import queue
@@ -30,6 +32,11 @@ BASE = ("logger=none", "model=mlp", "model.width=16", "model.depth=1", "threads=
 
 def plain(*overrides: str) -> dict[str, Any]:
     """The resolved config that `python train.py <overrides>` would train with."""
+    return copy.deepcopy(_composed(*overrides))
+
+
+@functools.lru_cache(maxsize=256)  # composing takes as long as a small training
+def _composed(*overrides: str) -> dict[str, Any]:
     hydra_extras.install(["run", *overrides])
     with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
         return configuration.resolved(compose("config", overrides=list(overrides)))

@@ -73,8 +73,10 @@ def test_a_rank_that_waits_for_nothing_is_taken_down_with_the_one_that_failed(tm
     assert left_over(tmp_path) == []
 
 
-@pytest.mark.parametrize("start", ["own ranks", "torchrun"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("start", "rank"), [
+    ("own ranks", 1), ("torchrun", 0),
+    pytest.param("own ranks", 0, marks=pytest.mark.slow), pytest.param("torchrun", 1, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_rank_that_hangs_is_ended_by_the_time_limit_and_named(tmp_path: Path, start: str, rank: int) -> None:
     command = [*COMMAND, *TWO_RANKS] if start == "own ranks" else [*TORCHRUN, "parallel=ddp"]
     ended = run([*command, "parallel.timeout_s=3", "hydra.run.dir=run"], tmp_path, STANDIN=f"stuck{rank}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ from isobatch import loop
 from isobatch.distributed import Ranks
 from isobatch.launch import job, signals
 from isobatch.launch.signals import STOP
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_requested() -> Iterator[None]:
+    yield
+    STOP.requested = 0
 
 
 @pytest.fixture
