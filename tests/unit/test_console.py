@@ -16,7 +16,7 @@ from isobatch.console import Console, make_console
 from isobatch.console import plain as plain_module
 from isobatch.console.live import LiveConsole
 from isobatch.console.plain import PlainConsole
-from isobatch.console.text import Pace, duration, number
+from isobatch.console.text import Pace, duration, facts, number
 
 VIEW = {"effective batch": "48 = 3 shards", "parallel": "one process on cpu"}
 LOOK = ["wandb sync /somewhere/wandb/offline-run-1"]
@@ -125,6 +125,22 @@ def test_a_bar_in_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "epoch 2/2" in text.plain and "━" in text.plain and "loss 0.0769" in text.plain
         assert text.cell_len <= columns or columns == 20  # there rich cuts it, with an ellipsis
         assert ("13/20" in text.plain) == ("lr 0.002" in text.plain) == (columns >= 80)
+
+
+def test_a_stopped_job_of_a_sweep_names_the_sweep_to_go_on_with(tmp_path: Path) -> None:
+    """With resume= every job of the sweep would start from this one's checkpoint."""
+    record = tmp_path / "sweep" / "1" / ".hydra" / "hydra.yaml"
+    record.parent.mkdir(parents=True)
+    record.write_text("hydra: {mode: MULTIRUN, sweep: {subdir: '${hydra.job.num}'}}")
+    said = dict(facts(summary("stopped"), str(tmp_path / "sweep" / "1")))["go on with"]
+    assert said.startswith("the same command and hydra.sweep.dir=") and said.endswith("sweep")
+
+
+@pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
+def test_weights_that_are_asked_for_are_shown_with_the_evaluation(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+    console = kind(20, 10)
+    console.evaluation({**evaluation(10), "weights": [0.857581, -0.79]})
+    assert "0.857581 -0.790000" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("state", ["failed", "stopped"])

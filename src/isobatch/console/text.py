@@ -6,7 +6,10 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from isobatch.logger import job_facts
 
 NAMES = {"accuracy_top5": "top-5", "grad_norm": "gradient norm", "loss_scale": "loss scale", "skipped_steps": "skipped"}
 
@@ -66,9 +69,10 @@ def columns(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def metrics_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and value of an evaluation's metrics; counts are none."""
+    """Name and value of an evaluation's metrics, and the first weights with `log_weights`; counts are none."""
+    weights = " ".join(f"{weight:.6f}" for weight in row.get("weights") or ())
     return [(name_of(key), value_of(key, value)) for key, value in row.items()
-            if key.startswith("eval/") and key != "eval/samples"]  # fmt: skip
+            if key.startswith("eval/") and key != "eval/samples"] + ([("weights", weights)] if weights else [])  # fmt: skip
 
 
 def compared(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -99,7 +103,9 @@ def facts(summary: Mapping[str, Any], run_dir: str) -> list[tuple[str, str]]:
         pairs.append(("weights", f"sha256 {summary['weights_sha256'][:16]}"))
     pairs.append(("run folder", relative(run_dir)))
     if summary.get("state") == "stopped":
-        pairs.append(("go on with", f"the same command and resume={relative(run_dir)}"))
+        sweep = job_facts.read(Path(run_dir)).sweep  # resume= would hand this job's checkpoint to every job
+        again = f"hydra.sweep.dir={sweep}" if sweep else f"resume={run_dir}"
+        pairs.append(("go on with", f"the same command and {relative(again)}"))
     return [(label, text) for label, text in pairs if text]
 
 
