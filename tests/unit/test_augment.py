@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from test_data_files import photo
 
 from isobatch.augment.mixing import ShardMixer
-from isobatch.augment.sample import SampleTransform, shifted
+from isobatch.augment.sample import SampleTransform, posterize, shifted, timm_policy
 from isobatch.config import options
 from isobatch.data import DataInfo, Split
 from isobatch.data.device import ToDevice
@@ -155,3 +156,18 @@ def test_a_split_in_memory_is_augmented_sample_by_sample() -> None:
         assert target == plain.dataset[i][1] and image.shape == (1, 8, 8)
         changed += not torch.allclose(image, plain.dataset[i][0], atol=1e-6)
     assert 6 <= changed <= 12  # 8 of 9 shifts move something
+
+
+@pytest.mark.parametrize("policy", ["rand-m10-n20-inc1", "rand-m20-mmax20-n20-inc1", "v0r", "originalr", "augmix-m10-w9"])
+def test_a_policy_at_its_strongest_stops_at_no_image(policy: str) -> None:
+    transform = timm_policy(policy, 8, (0.5,), "bilinear")
+    picture = Image.new("RGB", (8, 8), (200, 100, 50))
+    for index in range(100):
+        seed_sample(0, 0, index)
+        assert transform(picture).size == (8, 8)
+
+
+def test_no_bits_are_black_and_eight_are_the_image() -> None:
+    picture = Image.new("RGB", (2, 2), (200, 100, 50))
+    colors = [posterize(picture, bits).getpixel((0, 0)) for bits in (-1, 0, 1, 8)]
+    assert colors == [(0, 0, 0), (0, 0, 0), (128, 0, 0), (200, 100, 50)]

@@ -146,9 +146,22 @@ def timm_policy(policy: str, size: int, mean: tuple[float, ...], interpolation: 
     from timm.data.transforms import str_to_pil_interp
 
     fill = tuple(min(255, round(255 * x)) for x in (mean if len(mean) == 3 else mean[:1] * 3))
+    for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
+        auto_augment.NAME_TO_OP[name] = posterize
     options = {"translate_const": int(size * 0.45), "img_mean": fill, "interpolation": str_to_pil_interp(interpolation)}
     if policy.startswith("rand"):
         return auto_augment.rand_augment_transform(policy, options)  # type: ignore[no-any-return]
     if policy.startswith("augmix"):
         return auto_augment.augment_and_mix_transform(policy, {**options, "translate_pct": 0.3})  # type: ignore[no-any-return]
     return auto_augment.auto_augment_transform(policy, options)  # type: ignore[no-any-return]
+
+
+def posterize(image: Any, bits: int, **_: Any) -> Any:
+    """The PIL image with so many bits per channel; none left is black. The strongest magnitudes of timm's policies ask for 0
+    bits, which older Pillows made black and Pillow 13 refuses: a training would stop at the first such sample.
+    """
+    from PIL import Image, ImageOps
+
+    if bits < 1:
+        return Image.new(image.mode, image.size)
+    return image if bits >= 8 else ImageOps.posterize(image, bits)
