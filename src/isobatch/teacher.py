@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from isobatch import checkpoint
+from isobatch.checkpoint.fitting import fitted_weights
+from isobatch.checkpoint.folder import Damaged
 from isobatch.config import options
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
@@ -41,13 +43,13 @@ def _from_run(run: str, info: DataInfo) -> nn.Module:
     state = checkpoint.load(Path(run))
     # the config in a checkpoint names its model through the table, as every config does; it can never name code
     node = dict(state["config"]["model"])
-    if "pretrained" in node:
-        node["pretrained"] = False  # all weights come from the checkpoint
+    for key, value in (("pretrained", False), ("checkpoint_path", None)):  # all weights come from the checkpoint
+        if key in node:
+            node[key] = value
     teacher: nn.Module = options("model", node).build(info)
     try:
-        teacher.load_state_dict(state.get("ema") or state["model"])
-    except RuntimeError as error:
-        problem = str(error).splitlines()[-1].strip()
+        teacher.load_state_dict(fitted_weights(state.get("ema") or state["model"], teacher.state_dict(), "model"))
+    except Damaged as problem:
         raise ConfigError("loss.teacher.checkpoint", run, f"its model does not fit data={info.name} ({problem})",
                           "train the teacher on the same data") from None  # fmt: skip
     return teacher

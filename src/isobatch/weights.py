@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from isobatch.checkpoint.fitting import strip_prefixes
 from isobatch.errors import ConfigError
 from isobatch.timm_alone import timm
 
@@ -31,11 +32,12 @@ def load_into(model: nn.Module, path: str) -> None:
         model.load_pretrained(str(file))  # type: ignore[operator]  # the formats of some ViTs' authors
         return
     try:
-        saved: dict[str, Any] = dict(timm.models.load_state_dict(str(file)))
+        read: dict[str, Any] = dict(timm.models.load_state_dict(str(file)))
     except Exception as error:
         said = " ".join(str(error).split())[:120] or type(error).__name__
         raise unfit(path, f"cannot be read in torch's safe mode ({said})") from None
     current = model.state_dict()
+    saved = strip_prefixes(read, current)  # timm strips each kind of prefix once
     named: Any = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     heads = tuple(f"{name}." for name in ((named,) if isinstance(named, str) else named))
     new = [k for k, v in current.items() if k.startswith(heads) and (k not in saved or shape(saved[k]) != v.shape)]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoint_tools import cut, digest, rewrite, same, state_of, train_and_stop, training
 from harness import BASE, mean_probe, on_ranks, rows, summary, train
+from precision_probes import QUIET, data_of, model_of
 
 from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError
@@ -69,39 +70,68 @@ def test_case_18_no_wrapper_leaves_its_prefix_and_every_mode_loads_every_other(t
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     setting = (*DIGITS, "steps=2", "eval_every=2", "batch.micro=24", "ema=ema", "reduction=exact", "model.norm=true")
     modes = {"single": (), "dp": ("parallel=dp",), "compile": ("compile=true",)}
+    together = {"ddp": (), "ddp-compile": ("compile=true",)}  # fsdp adds in another order: unit/test_sharding.py
     for name, words in modes.items():
         train(tmp_path / name, *setting, *words)
-    on_ranks(2, tmp_path / "ddp", lambda ranks: train(tmp_path / "ddp", *setting, "parallel=ddp", ranks=ranks))
+
+
+    def on_two(ranks):
+        for name, words in together.items():
+            train(tmp_path / name, *setting, "parallel=ddp", *words, ranks=ranks)
+            words = (*words, "parallel=ddp", "task=evaluate", f"resume={tmp_path / 'compile'}")
+            train(tmp_path / f"eval-{name}", *setting, *words, ranks=ranks)
+
+    on_ranks(2, tmp_path / "two", on_two)
     first = training(state_of(tmp_path / "single"))
     assert not [key for key in (*first["model"], *first["ema"]) if key.startswith(("module.", "_orig_mod.", "model."))]
-    for name in (*modes, "ddp"):
+    for name in (*modes, *together):
         assert same(training(state_of(tmp_path / name)), first), name
     expected = rows(tmp_path / "single", "eval/loss")
     for name, words in modes.items():
-        train(tmp_path / f"eval-{name}", *setting, *words, "task=evaluate", f"resume={tmp_path / 'ddp'}")
-        assert rows(tmp_path / f"eval-{name}", "eval/loss") == expected
-    words = ("task=evaluate", f"resume={tmp_path / 'compile'}", "parallel=ddp")
-    on_ranks(2, tmp_path / "e", lambda ranks: train(tmp_path / "e", *setting, *words, ranks=ranks))
-    assert rows(tmp_path / "e", "eval/loss") == expected
+        train(tmp_path / f"eval-{name}", *setting, *words, "task=evaluate", f"resume={tmp_path / 'ddp-compile'}")
+    for name in (*modes, *together):
+        assert rows(tmp_path / f"eval-{name}", "eval/loss") == expected, name
 
 
 def test_case_18_prefixes_of_a_foreign_file_are_stripped_and_a_file_that_matches_nothing_is_an_error(tmp_path) -> None:
-    setting = (*DIGITS, "steps=2", "eval_every=2")
+    setting = (*DIGITS, "steps=2", "eval_every=2", "ema=ema")
     train(tmp_path / "a", *setting)
     last = tmp_path / "a/checkpoints/last"
 
     def rename(change):
         def on(state):
-            state["model"] = {change(k): v for k, v in state["model"].items()}
+            for part in ("model", "ema"):
+                state[part] = {change(k): v for k, v in state[part].items()}
 
         rewrite(last, on)
 
     rename(lambda key: f"_orig_mod.module.{key}")
     train(tmp_path / "b", *setting, "task=evaluate", f"resume={tmp_path / 'a'}")
     assert rows(tmp_path / "b", "eval/loss") == rows(tmp_path / "a", "eval/loss")
+    train(tmp_path / "taught", *setting, "loss=distill", f"loss.teacher.checkpoint={tmp_path / 'a'}")
     rename(lambda key: f"other.{key}")
     with pytest.raises(ConfigError, match="none of its 4 model weights has a name of this model"):
         train(tmp_path / "c", *setting, "task=evaluate", f"resume={tmp_path / 'a'}")
+
+
+def test_case_18_a_part_that_is_called_as_a_prefix_keeps_its_name(tmp_path: Path) -> None:
+    class Inner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(2, 1)
+
+        def forward(self, inputs):
+            return self.module(inputs)
+
+    setting = (*QUIET, *model_of("inner", lambda info: Inner()), *data_of("pairs", torch.ones(4, 2), torch.ones(4, 1)),
+               "loss=mse", "batch.effective=2", "ema=ema", "steps=2")  # fmt: skip
+    train(tmp_path / "whole", *setting)
+    train_and_stop(tmp_path / "run", 1, *setting)
+    for name in ("stripped of nothing", "stripped of DDP's"):
+        train(tmp_path / name, *setting, f"resume={tmp_path / 'run'}")
+        assert same(training(state_of(tmp_path / name))["model"], state_of(tmp_path / "whole")["model"])
+        rewrite(tmp_path / "run/checkpoints/last",
+                lambda state: {**state, "model": {f"module.{k}": v for k, v in state["model"].items()}})  # fmt: skip
 
 
 def test_case_18_the_exported_weights_load_into_timm(tmp_path: Path) -> None:
@@ -115,7 +145,8 @@ def test_case_18_the_exported_weights_load_into_timm(tmp_path: Path) -> None:
     model = timm.create_model("test_resnet", num_classes=10, checkpoint_path=str(file))
     ema = state_of(tmp_path / "a")["ema"]
     assert same(dict(model.state_dict()), ema) and same(load_file(file), ema)
-    torch.save({"state_dict": {f"module.{k}": v for k, v in ema.items()}}, tmp_path / "foreign.pth")
+    prefix = "module._orig_mod.module."  # of DDP around torch.compile around DDP
+    torch.save({"state_dict": {f"{prefix}{k}": v for k, v in ema.items()}}, tmp_path / "foreign.pth")
     train(tmp_path / "b", *setting, f"model.checkpoint_path={tmp_path / 'foreign.pth'}", "optimizer.lr=0")
     assert torch.equal(state_of(tmp_path / "b")["model"]["fc.weight"], ema["fc.weight"])
     torch.save({f"other.{k}": v for k, v in ema.items()}, tmp_path / "wrong.pth")

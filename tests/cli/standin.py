@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -50,6 +51,8 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
             raise Stopped(ranks.agree(STOP.requested))
         ranks.barrier()
         summary |= {"state": "completed", "steps": plain["accumulation"]["steps"]}
+        mine = [str(run_dir), hashlib.sha256(json.dumps(plain).encode()).hexdigest()]
+        summary["told"] = ranks.gather_objects(mine)  # where each rank works, and on what
         summary["seen"] = ranks.gather_objects([ranks.rank, os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")])
     except Exception as error:
         summary["error"] = str(error)
@@ -57,5 +60,6 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
     finally:
         if ranks.is_main and "Exit" not in str(sys.exc_info()[0]):
             summary["data_root"], summary["cwd"] = plain["data"].get("root"), os.getcwd()
+            summary["resume"], summary["run_name"] = plain["resume"], plain["logger"].get("run_name")
             (run_dir / "summary.json").write_text(json.dumps(summary))
     return 0.5

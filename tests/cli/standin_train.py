@@ -1,10 +1,14 @@
 """train.py with standin.run_job in place of the real one."""
 
 if __name__ == "__main__":
+    import os
     import sys
+    import time
 
     from isobatch import launch
     from isobatch.cli import main
 
+    if "STANDIN_LATE" in os.environ:
+        time.sleep(float(os.environ["STANDIN_LATE"]) * int(os.environ.get("RANK", "0")))
     launch.job.TARGET = "standin_ranks:run_job" if "parallel=ddp" in sys.argv else "standin:run_job"
     main()

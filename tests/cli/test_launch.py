@@ -170,6 +170,7 @@ def test_torchrun_sweeps_in_step_and_needs_no_fixed_port(tmp_path: Path) -> None
     assert ended.code == 1
     assert [job["state"] for job in jobs] == ["completed", "failed", "completed"]
     assert [len(job.get("seen", [])) for job in jobs] == [2, 0, 2]
+    assert all(job["told"] == [job["told"][0]] * 2 for job in (jobs[0], jobs[2])), "one folder and one config (case 1)"
     assert jobs[1]["error"] == "rank 1: RuntimeError: asked to fail on rank 1"
     assert left_over(tmp_path) == []
 

@@ -82,6 +82,20 @@ def test_a_run_of_this_program_teaches(tmp_path: Path) -> None:
     assert summary(tmp_path / "b")["state"] == "completed"
 
 
+def test_a_teacher_needs_no_file_that_its_own_run_began_with(tmp_path: Path) -> None:
+    model = ("logger=none", "threads=1", "model=timm", "model.arch=test_resnet", "data=synthetic", "data.samples=8",
+             "data.eval_samples=2", "data.image_size=16", "batch.effective=4", "epochs=null", "steps=1")  # fmt: skip
+    first = tmp_path / "first.pth"
+    torch.save(teacher.build({"arch": "test_resnet", "pretrained": False, "checkpoint": None, "kwargs": {}},
+                             DataInfo("synthetic", (3, 16, 16), 10), torch.device("cpu")).state_dict(), first)  # fmt: skip
+    for name, words in (("a", (f"model.checkpoint_path={first}",)),
+                        ("b", ("loss=distill", f"loss.teacher.checkpoint={tmp_path / 'a'}"))):  # fmt: skip
+        (tmp_path / name).mkdir()
+        run.run_job(plain(*model, *words), tmp_path / name, Ranks())
+        first.unlink(missing_ok=True)
+    assert summary(tmp_path / "b")["state"] == "completed"
+
+
 def test_the_loss_is_hintons() -> None:
     criterion = Distillation(temperature=3.0, weight=0.25, teacher={"arch": "resnet18"}).build()
     output, logits, labels = torch.randn(5, 4), torch.randn(5, 4), torch.tensor([0, 1, 2, 3, 0])

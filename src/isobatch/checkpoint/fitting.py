@@ -22,14 +22,22 @@ LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", 
 GROUP_STATE = {"step", "lookahead_step", "lr"}
 
 
-def strip_prefixes(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Names without what DataParallel, DDP and torch.compile put before them, in any nesting."""
-    found = {}
-    for name, tensor in weights.items():
-        while isinstance(name, str) and name.startswith(PREFIXES):
-            name = name[len(next(p for p in PREFIXES if name.startswith(p))) :]
-        found[name] = tensor
-    return found
+def bare(name: Any) -> Any:
+    """A weight's name without what DataParallel, DDP and torch.compile put before it, in any nesting."""
+    while isinstance(name, str) and name.startswith(PREFIXES):
+        name = name[len(next(p for p in PREFIXES if name.startswith(p))) :]
+    return name
+
+
+def strip_prefixes(weights: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """`weights` under the names of `current`, where wrappers' prefixes are all that differs.
+
+    Names are compared bare on both sides, since a model may itself have a part that is called `module`.
+    """
+    if weights.keys() == current.keys():
+        return dict(weights)
+    names = {bare(name): name for name in current}
+    return {names.get(bare(name), bare(name)): tensor for name, tensor in weights.items()}
 
 
 def fitted(state: TrainState, saved: dict[str, Any], notes: list[str], for_training: bool) -> dict[str, Any]:
@@ -57,7 +65,7 @@ def fitted(state: TrainState, saved: dict[str, Any], notes: list[str], for_train
 
 
 def fitted_weights(saved: Mapping[str, Any], current: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-    weights = strip_prefixes(saved)
+    weights = strip_prefixes(saved, current)
     if not weights.keys() & current.keys():
         raise Damaged(f"none of its {len(weights)} {what} weights has a name of this model")
     missing, extra = current.keys() - weights.keys(), weights.keys() - current.keys()
