@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TAILS = ("keep", "drop", "pad")
+MOST_CATEGORIES = 2**24  # that torch.multinomial takes
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,12 @@ class Weighted:
                               "set sampler=shuffle")  # fmt: skip
         weights = 1.0 / torch.bincount(labels).double()[labels]
         generator = torch.Generator().manual_seed(seed + epoch)
-        drawn = torch.multinomial(weights, self.order_size(n), replacement=True, generator=generator)
+        if n <= MOST_CATEGORIES:
+            drawn = torch.multinomial(weights, self.order_size(n), replacement=True, generator=generator)
+        else:
+            sums = weights.cumsum(0)
+            places = torch.rand(self.order_size(n), dtype=torch.float64, generator=generator) * sums[-1]
+            drawn = torch.searchsorted(sums, places, right=True).clamp_(max=n - 1)
         return drawn + n * _occurrence(drawn)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+from isobatch import sampler
 from isobatch.errors import ConfigError
 from isobatch.sampler import Blocks, Repeated, Sequential, Shuffle, Weighted
 
@@ -45,6 +46,16 @@ def test_weighted_draws_classes_evenly_and_numbers_what_it_draws_twice() -> None
     assert not order.equal(Weighted(samples=2000).order(1, 100, 0, lambda: targets))
     with pytest.raises(ConfigError, match="class labels"):
         Weighted().order(0, 3, 0, lambda: torch.rand(3))
+
+
+def test_more_samples_than_torch_draws_from_are_weighted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = torch.tensor([0] * 90 + [1] * 10)
+    expected = Weighted(samples=2000).order(0, 100, 0, lambda: targets)
+    monkeypatch.setattr(sampler, "MOST_CATEGORIES", 99)
+    monkeypatch.delattr(torch, "multinomial")  # it refuses so many
+    order = Weighted(samples=2000).order(0, 100, 0, lambda: targets)
+    assert len(set(order.tolist())) == 2000
+    assert (order % 100 == expected % 100).double().mean() > 0.99, "the same draw, up to rounding"
 
 
 @pytest.mark.parametrize(("n", "block", "mix"), [(100, 10, 3), (97, 10, 4), (5, 10, 2), (64, 8, 100)])
