@@ -53,6 +53,13 @@ def test_writes_every_file_and_a_row_per_job(tmp_path: Path) -> None:
     assert "3 jobs, 3 completed, by best eval/accuracy" in printed and "identical" in printed
 
 
+def test_one_run_is_one_job(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", [1.0], {1: 0.8}, {"parallel": {"name": "single"}})
+    console = quiet()
+    write_report([tmp_path], tmp_path, console)
+    assert "1 job, 1 completed" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_only_differing_keys_are_columns_and_overrides_come_first(tmp_path: Path) -> None:
     common = {"optimizer": {"name": "sgd", "lr": 0.1}, "a": 1}
     write_run(tmp_path / "0", [1.0], config={**common, "run_dir": str(tmp_path / "0"), "precision": {"name": "fp32"}})

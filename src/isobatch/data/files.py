@@ -64,11 +64,11 @@ class ImageFileOptions(ImageOptions):
     def checked_root(self) -> Path:
         """Raise ConfigError unless `root` is a folder."""
         if not self.root:
-            raise ConfigError("data.root", self.root, "is not set", "set data.root=<folder of the images>")
+            raise ConfigError("data.root", self.root, "is not set", "set data.root=<folder of the data>")
         path = Path(self.root)
         if not path.is_dir():
             problem = "is a file, not a folder" if path.exists() else "no such folder"
-            raise ConfigError("data.root", self.root, problem, "set data.root to the folder of the images")
+            raise ConfigError("data.root", self.root, problem, "set data.root to the folder of the data")
         return path
 
     def splits(self, train: tuple[list[str], list[int]], evaluation: tuple[list[str], list[int]], classes: Sequence[str],

@@ -97,7 +97,7 @@ def _fitting(comparison: Comparison, width: int) -> list[Column]:
 def _title(comparison: Comparison) -> str:
     done = len(comparison.runs) - comparison.failed
     order = f", by {comparison.primary}" if comparison.primary else ""
-    return f"{len(comparison.runs)} jobs, {done} completed{order}"
+    return f"{len(comparison.runs)} job{'s' * (len(comparison.runs) != 1)}, {done} completed{order}"
 
 
 def _style(value: Cell, column: Column, best: float | None) -> str:
