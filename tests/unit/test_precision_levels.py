@@ -38,6 +38,7 @@ LEVELS = ("fp32", "O0", "tf32", "amp", "O1", "bf16", "O2", "O3", "bf16_pure")
         (("precision=O2", "precision.loss_scale=0.5"), "loss_scale", "min_loss_scale"),
         (("precision=O2", "precision.dtype=float32"), "dtype", "float16, bfloat16"),
         (("precision=amp", "precision.growth_factor=1"), "growth_factor", "above 1"),
+        (("precision=amp", "precision.growth_factor=nan"), "growth_factor", "above 1"),
         (("precision=amp", "precision.growth_interval=0"), "growth_interval", "positive"),
         (("precision=fp32", "+precision.dtype=float16"), "dtype", "no such option"),
     ],

@@ -258,7 +258,7 @@ def check_scale(options: Autocast) -> None:
     initial, dynamic = parse_scale(options.loss_scale)
     positive("precision.min_loss_scale", options.min_loss_scale)
     positive("precision.growth_interval", options.growth_interval)
-    if options.growth_factor <= 1 or not 0 < options.backoff_factor < 1:
+    if not options.growth_factor > 1 or not 0 < options.backoff_factor < 1:
         raise ConfigError("precision.growth_factor", options.growth_factor,
                           f"growth must be above 1 and backoff ({options.backoff_factor}) between 0 and 1",
                           "set precision.growth_factor=2 precision.backoff_factor=0.5")  # fmt: skip
