@@ -7,6 +7,8 @@ from typing import Any
 
 from isobatch.errors import ConfigError
 
+LARGEST = 2**31 - 1  # of a count: what torch and the operating system take
+
 
 def choice(key: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
@@ -20,6 +22,8 @@ def positive(key: str, value: Any) -> None:
     if not value > 0:
         raise ConfigError(key, value, "must be positive", f"set {key} to 1 or more" if isinstance(value, int) else
                           f"set {key} above 0")  # fmt: skip
+    if isinstance(value, int) and value > LARGEST:
+        raise ConfigError(key, value, f"is more than {LARGEST}", f"set {key} to a number that can be meant")
 
 
 def within(key: str, value: float, low: float, high: float) -> None:

@@ -84,8 +84,10 @@ class Timm(Model):
                 **rates, **self.kwargs,
             )  # fmt: skip
         except (TypeError, AssertionError, FileNotFoundError, RuntimeError) as error:
-            raise ConfigError("model.arch", self.arch, f"timm could not build it ({error})",
-                              "check model.kwargs and model.pretrained") from None  # fmt: skip
+            # the default model brings kwargs of its own, which stay when only `arch` is typed anew
+            way_out = f"set model=timm model.arch={self.arch} (model.kwargs is {self.kwargs})" if self.kwargs else \
+                "check model.pretrained"  # fmt: skip
+            raise ConfigError("model.arch", self.arch, f"timm could not build it ({error})", way_out) from None
         if self.small_stem:
             from isobatch.weights import small_stem
 
@@ -113,6 +115,8 @@ class Linear(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.outputs is not None:
+            positive("model.outputs", self.outputs)
         choice("model.init", self.init, ("default", "ones", "zeros"))
 
     def build(self, info: DataInfo) -> nn.Module:

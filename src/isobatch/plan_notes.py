@@ -24,7 +24,8 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
         )
     idle = max(0, batch.num_replicas - batch.num_shards)
     if idle:
-        found.append(f"{idle} of {batch.num_replicas} replicas have no shard and wait: lower batch.micro to use them")
+        way_out = "lower batch.micro to use them" if batch.micro > 1 else "use fewer"
+        found.append(f"{idle} of {batch.num_replicas} replicas have no shard and wait: {way_out}")
     elif batch.num_shards % batch.num_replicas:
         found.append(
             f"{batch.num_shards} shards on {batch.num_replicas} replicas are uneven: some wait for the "
@@ -34,6 +35,9 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
         found.append("reduction=fast: plans agree up to rounding; reduction=exact makes them agree to the bit")
     if device.type == "cuda" and not config.deterministic:
         found.append("some CUDA kernels are not deterministic: deterministic=true asks torch for those that are")
+    if device.type != "cuda" and (asked := getattr(config.parallel, "devices", None)):
+        found.append(f"parallel.devices={asked} names GPUs and this machine has none: "
+                     f"{batch.num_replicas} replica(s) on {device}")  # fmt: skip
     if config.sampler.tail == "pad" and plan.epoch_size > plan.order_size:
         found.append(f"sampler.tail=pad repeats {plan.epoch_size - plan.order_size} sample(s) in every epoch")
     return found

@@ -100,6 +100,12 @@ def test_two_torchruns_at_once_beside_a_taken_port_do_not_meet(tmp_path: Path) -
     assert len({pid for job in jobs for _, pid, _ in job["seen"]}) == 4
 
 
+def test_more_ranks_than_a_machine_can_run_are_refused(tmp_path: Path) -> None:
+    ended = run([*COMMAND, "parallel=ddp", "parallel.nproc=100000"], tmp_path)
+    assert ended.code == 2
+    assert ended.own_lines()[0].startswith("isobatch: parallel.nproc=100000: is more than a run starts itself")
+
+
 def test_a_taken_port_that_was_asked_for_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

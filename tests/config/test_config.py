@@ -66,6 +66,8 @@ def test_an_experiment_takes_any_plan(experiment: str, plan: str) -> None:
     [
         (["batch.effective=0"], "batch.effective", "positive"),
         (["batch.effective=-3"], "batch.effective", "positive"),
+        (["model=linear", "model.outputs=-1"], "model.outputs", "positive"),
+        (["model=mlp", "model.width=100000000000"], "model.width", "number that can be meant"),
         (["batch.effective=many"], "batch.effective", "Integer"),
         (["batch.micro=64"], "batch.micro", "more than batch.effective=48"),
         (["batch.micro=big"], "batch.micro", "positive integer"),

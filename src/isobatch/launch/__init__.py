@@ -24,6 +24,9 @@ from isobatch.launch.witness import witnessed
 __all__ = ["STOP", "RankFailed", "finish", "follow", "run"]
 
 
+MOST_RANKS = 1024  # a typing error must not fill the process table
+
+
 def run(plain: dict[str, Any], run_dir: Path) -> float | None:
     """Train one job; `plain` is its finished config, `run_dir` its folder, which exists. Returns what run_job returned.
 
@@ -71,6 +74,9 @@ def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
         count = options.num_processes or max(1, devices.count_gpus())  # 0: one per GPU
         if config.task in ("plan", "export"):
             count = 1  # a world is planned for without being started (planner/preview.py)
+    if count > MOST_RANKS:
+        raise ConfigError("parallel.nproc", count, "is more than a run starts itself on one machine",
+                          f"set at most {MOST_RANKS}, or start torchrun on several; task=plan takes any number")  # fmt: skip
     shown = devices.visible_devices(parallel.get("devices"), os.environ.get(devices.VARIABLE))
     if count > 1 or not devices.can_show(shown):
         environ = {**os.environ, devices.VARIABLE: shown} if shown is not None else dict(os.environ)

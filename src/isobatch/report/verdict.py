@@ -87,9 +87,13 @@ def print_verdicts(verdicts: Sequence[Verdict], tolerance: float, console: Conso
 
     title = f"Same training within {tolerance:g}?" if tolerance else "Same training, to the bit?"
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("job", "loss difference", "weight distance", "losses part at", "to the bit", "verdict", ""):
+    for heading in ("job", "loss difference", "weight distance", "losses part at", "to the bit", "verdict"):
         table.add_column(heading)
     for v in verdicts:
         cells = [v.job, show(v.loss_difference), show(v.weight_distance), show(v.parted), "yes" if v.bitwise else "no"]
-        table.add_row(*map(Text, cells), Text(v.word, style="bold green" if v.passed else "bold red"), Text(v.reason))
-    (console or Console()).print(table)
+        table.add_row(*map(Text, cells), Text(v.word, style="bold green" if v.passed else "bold red"))
+    console = console or Console()
+    console.print(table)
+    for v in verdicts:  # below, where a reason has the whole width
+        if v.reason:
+            console.print(Text(f"job {v.job}: {v.reason}"))

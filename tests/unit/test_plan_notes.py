@@ -1,0 +1,28 @@
+"""What the plan says before training, beyond its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import plain, train
+
+from isobatch.config import load
+from isobatch.data import DataInfo
+from isobatch.errors import ConfigError
+
+
+def test_gpus_that_are_not_there_and_replicas_without_work_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "a", "steps=1", "epochs=null", "parallel=dp", "parallel.devices=[0,1]")
+    assert "parallel.devices=[0, 1] names GPUs and this machine has none" in capsys.readouterr().out.replace("\n    ", " ")
+    words = ("parallel=dp", "parallel.replicas=3", "batch.effective=2", "batch.micro=1")
+    train(tmp_path / "b", "steps=1", "epochs=null", *words)
+    assert "1 of 3 replicas have no shard and wait: use fewer" in capsys.readouterr().out.replace("\n    ", " ")
+
+
+def test_another_architecture_on_the_default_model_is_told_the_way_out() -> None:
+    model = load(plain("model=small", "model.arch=resnet18")).model
+    with pytest.raises(ConfigError, match=r"set model=timm model\.arch=resnet18 \(model\.kwargs is \{'patch_size': 1\}\)"):
+        model.build(DataInfo("x", (3, 8, 8), 10))
