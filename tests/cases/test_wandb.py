@@ -74,6 +74,7 @@ def test_28_failed_run_is_closed_as_failed(tmp_path: Path, monkeypatch: pytest.M
     assert run.exit == 1 and run.summary["state"] == "failed" and run.summary["error"].startswith("train/loss is")
 
 
+@pytest.mark.slow
 def test_29_without_the_package(tmp_path: Path) -> None:
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "wandb.py").write_text("raise ImportError('blocked')\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import plain, train
+from harness import BASE, plain, train
 
 from isobatch.config import load
 from isobatch.data import DataInfo
@@ -15,10 +15,12 @@ from isobatch.errors import ConfigError
 def test_gpus_that_are_not_there_and_replicas_without_work_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path / "a", "steps=1", "epochs=null", "parallel=dp", "parallel.devices=[0,1]")
+    small = (*BASE, "data=synthetic", "data.samples=8", "data.eval_samples=2", "data.image_size=4", "steps=1",
+             "epochs=null")  # fmt: skip
+    train(tmp_path / "a", *small, "parallel=dp", "parallel.devices=[0,1]")
     assert "parallel.devices=[0, 1] names GPUs and this machine has none" in capsys.readouterr().out.replace("\n    ", " ")
     words = ("parallel=dp", "parallel.replicas=3", "batch.effective=2", "batch.micro=1")
-    train(tmp_path / "b", "steps=1", "epochs=null", *words)
+    train(tmp_path / "b", *small, *words)
     assert "1 of 3 replicas have no shard and wait: use fewer" in capsys.readouterr().out.replace("\n    ", " ")
 
 
