@@ -1,6 +1,6 @@
 """timm, without the wandb that it imports for its own training script: a second of every rank's start.
 
-The first import of timm in a process goes through here.
+The places that may be the first to import timm, the model and the augmentation's policies, do it through here.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +173,10 @@ def test_no_bits_are_black_and_eight_are_the_image() -> None:
     picture = Image.new("RGB", (2, 2), (200, 100, 50))
     colors = [posterize(picture, bits).getpixel((0, 0)) for bits in (-1, 0, 1, 8)]
     assert colors == [(0, 0, 0), (0, 0, 0), (128, 0, 0), (200, 100, 50)]
+
+
+def test_a_policy_brings_timm_without_wandb() -> None:
+    code = ("import sys; from isobatch.augment.sample import timm_policy; timm_policy('rand-m9-n2', 32, (0.5,), 'bilinear');"
+            "assert 'timm' in sys.modules and 'wandb' not in sys.modules")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -142,9 +142,9 @@ def shifted(image: Tensor, down: int, right: int) -> Tensor:
 
 def timm_policy(policy: str, size: int, mean: tuple[float, ...], interpolation: str) -> Callable[[Any], Any]:
     """timm's RandAugment, AutoAugment or AugMix over PIL images, set up as timm's own training transform does."""
-    from timm.data import auto_augment
-    from timm.data.transforms import str_to_pil_interp
+    from isobatch.timm_alone import timm  # the data is made before the model
 
+    auto_augment, str_to_pil_interp = timm.data.auto_augment, timm.data.transforms.str_to_pil_interp
     fill = tuple(min(255, round(255 * x)) for x in (mean if len(mean) == 3 else mean[:1] * 3))
     for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
         auto_augment.NAME_TO_OP[name] = posterize
