@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
 import os
+import shutil
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -103,7 +106,7 @@ def test_an_index_is_made_once_and_only_kept_while_it_is_true(tars: Path, monkey
     assert len(scanned) == 4, "the ranks find what the check has made"
     write(tars / "train-001.tar", *samples(4, 20))
     assert shades(data(tars).load(None, 0).train) == [*range(5), 20, *range(5, 12)]
-    index = tars / "train-000.tar.index.npz"
+    index = tars / "train-000.tar.index.safetensors"
     whole = index.read_bytes()
     for spoiled in (b"", b"nothing", whole[: len(whole) // 2], whole.replace(b"offsets", b"offzets")):
         index.write_bytes(spoiled)
@@ -123,12 +126,32 @@ def test_an_index_goes_to_the_cache_where_the_tars_cannot_be_written(tars: Path,
     monkeypatch.setattr(tar_index, "_write", beside_fails)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tars / "home"))
     data(tars).check()
-    assert len(list((tars / "home" / "isobatch").glob("*.index.npz"))) == 4
+    assert len(list((tars / "home" / "isobatch").glob("*.index.safetensors"))) == 4
     monkeypatch.setattr(tar_index, "scan", None)  # nothing is made again
     assert shades(data(tars).load(None, 0).train) == list(range(12))
     monkeypatch.undo()
     data(tars, cache_dir=str(tars / "asked")).check()
-    assert len(list((tars / "asked").glob("*"))) == 4 and not list(tars.glob("*.npz"))
+    assert len(list((tars / "asked").glob("*"))) == 4 and not list(tars.glob("*.safetensors"))
+
+
+def test_threads_that_read_indices_at_once_do_not_disturb_each_other(tars: Path) -> None:
+    many = tars.parent / "many"
+    many.mkdir()
+    for i in range(64):
+        shutil.copy(tars / "train-000.tar", many / f"train-{i:03}.tar")
+    shutil.copy(tars / "val-000.tar", many)
+    data(many).check()
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    change = [lambda *_: sum(range(20))]  # Python code in a collection, as Hypothesis has it: where threads may change
+    gc.callbacks.extend(change)
+    gc.set_threshold(5)
+    sys.setswitchinterval(1e-6)
+    try:
+        assert len(data(many).load(None, 0).train) == 64 * 4
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(change[0])
 
 
 def cut(path: Path, size: int) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import posixpath
 import tarfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +22,7 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp")
 LABELS = ("cls", "json", "txt")
 PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
 BLOCK = 512  # a tar's unit; its end is marked by a block of zeros
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _state(tar: Path) -> dict[str, int]:
 
 def _places(tar: Path, cache_dir: str | None) -> list[Path]:
     """Where the index may lie, in order: the folder that was asked for, or beside the tar and then the user's cache."""
-    name = f"{tar.name}.index.npz"
+    name = f"{tar.name}.index.safetensors"
     cache = Path(cache_dir) if cache_dir else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "isobatch"
     unique = cache / f"{hashlib.sha256(os.path.abspath(tar).encode()).hexdigest()[:16]}-{name}"
     return [unique] if cache_dir else [tar.with_name(name), unique]
@@ -173,34 +172,39 @@ def _bytes(file: BinaryIO, start: int, size: int) -> bytes:
 def _write(place: Path, header: dict[str, Any], index: TarIndex) -> bool:
     """Complete or not at all, whoever else writes it; False when this folder cannot be written."""
     import numpy
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
 
     part = place.with_name(f"{place.name}.{os.getpid()}.part")
-    arrays = {"header": numpy.frombuffer(json.dumps(header).encode(), dtype=numpy.uint8), "offsets": index.offsets,
-              "sizes": index.sizes}  # fmt: skip
+    arrays = {"offsets": index.offsets, "sizes": index.sizes}
     for key, texts in (("names", index.names), ("labels", index.labels)):
         arrays |= {key: numpy.frombuffer(texts.blob, dtype=numpy.uint8), f"{key}_ends": texts.ends}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            numpy.savez(file, **arrays)
+        save_file(arrays, part, metadata={"tar": json.dumps(header)})
         part.replace(place)
-    except OSError:
+    except (OSError, SafetensorError):
         part.unlink(missing_ok=True)
         return False
     return True
 
 
 def _read(place: Path, header: dict[str, Any]) -> TarIndex | None:
-    """None when there is none, or it is damaged, or of another state of the tar or other members."""
+    """None when there is none, or it is damaged, or of another state of the tar or other members.
+
+    Several threads read at once, which numpy's own format does not bear: its header is parsed by `ast`, and CPython 3.11
+    counts the depth of that for all threads in one number (SystemError: recursion depth mismatch).
+    """
     import numpy
+    from safetensors import SafetensorError, safe_open
 
     try:
-        with place.open("rb") as file, numpy.load(file, allow_pickle=False) as kept:
-            if json.loads(kept["header"].tobytes()) != header:
+        with safe_open(place, framework="numpy") as kept:
+            if json.loads((kept.metadata() or {}).get("tar", "null")) != header:
                 return None
-            texts = [Names(kept[key].tobytes(), kept[f"{key}_ends"]) for key in ("names", "labels")]
-            index = TarIndex(kept["offsets"], kept["sizes"], *texts)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            texts = [Names(kept.get_tensor(key).tobytes(), kept.get_tensor(f"{key}_ends")) for key in ("names", "labels")]
+            index = TarIndex(kept.get_tensor("offsets"), kept.get_tensor("sizes"), *texts)
+    except (OSError, ValueError, SafetensorError):
         return None
     fits = all(len(t.ends) == len(index) and t.ends[-1] == len(t.blob) and (numpy.diff(t.ends) >= 0).all() for t in texts)
     inside = (index.offsets >= 0).all() and (index.sizes >= 0).all() and (index.offsets + index.sizes <= header["size"]).all()
