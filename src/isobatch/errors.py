@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 
 class ConfigError(ValueError):
     """Refused before anything was trained: one line that names the key, the value and a way out. Exit code 2."""
@@ -28,7 +30,7 @@ class Stopped(Exception):
 
     def __init__(self, signum: int):
         self.signum, self.exit_code = signum, 128 + signum
-        super().__init__(f"stopped by signal {signum}")
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
 
     def __reduce__(self):
         return type(self), (self.signum,)

@@ -15,6 +15,8 @@ from isobatch.distributed import Ranks
 from isobatch.precision.masters import to_fp32
 from isobatch.predictions.answers import Answers
 
+TOP = 5  # answers that eval/accuracy_top5 looks at
+
 
 @dataclass
 class Evaluator:
@@ -51,7 +53,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """`eval/loss`, `eval/samples`, and for classes `eval/accuracy` and `eval/accuracy_top5` (0 .. 1).
+        """`eval/loss`, `eval/samples`, and for classes `eval/accuracy` and, of more than five, `eval/accuracy_top5` (0 .. 1).
 
         The model is the unwrapped one, so no rank waits for another before the one reduction at the end; its training
         mode is put back module by module.
@@ -69,7 +71,8 @@ class Evaluator:
                   "eval/samples": samples}  # fmt: skip
         if self.num_classes:
             result["eval/accuracy"] = total[2] / samples
-            result["eval/accuracy_top5"] = total[3] / samples
+            if self.num_classes > TOP:  # else every answer is among them
+                result["eval/accuracy_top5"] = total[3] / samples
         return result
 
     @torch.no_grad()
@@ -89,7 +92,7 @@ class Evaluator:
         return inputs.float().cpu(), output.softmax(1).cpu(), targets.cpu()
 
     def _slots(self, model: nn.Module) -> Tensor:
-        """(batches, 4) float64: loss summed over samples, samples, correct, correct within the first five."""
+        """(batches, 4) float64: loss summed over samples, samples, correct, correct within the first TOP."""
         slots = torch.zeros(self.batches(), 4, dtype=torch.float64, device=self.device)
         mine = range(self.ranks.rank, self.batches(), self.ranks.world_size)
         for i, (inputs, targets) in zip(mine, self.source.batches(self.requests()), strict=True):
@@ -100,7 +103,7 @@ class Evaluator:
             slots[i, 0] = loss.double() * n if self.averages else loss.double()
             slots[i, 1] = n
             if self.num_classes:
-                top = output.topk(min(5, output.shape[1]), dim=1).indices
+                top = output.topk(min(TOP, output.shape[1]), dim=1).indices
                 best = top == targets.unsqueeze(1)
                 slots[i, 2] = best[:, 0].sum()
                 slots[i, 3] = best.sum()

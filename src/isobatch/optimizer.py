@@ -82,8 +82,9 @@ class Timm:
         return optimizer
 
     def _timm(self, model: nn.Module, name: str, lr: float, extra: dict[str, Any]) -> torch.optim.Optimizer:
-        from timm import optim
+        from isobatch.timm_alone import timm
 
+        optim = timm.optim
         if name.split("_")[-1] not in optim.list_optimizers():
             near = difflib.get_close_matches(name, optim.list_optimizers(), n=3, cutoff=0.4) or ["adamw"]
             raise ConfigError("optimizer.opt", self.opt, "timm has no such optimizer", f"try {', '.join(map(str, near))}")

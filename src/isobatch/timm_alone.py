@@ -1,6 +1,6 @@
 """timm, without the wandb that it imports for its own training script: a second of every rank's start.
 
-The places that may be the first to import timm, the model and the augmentation's policies, do it through here.
+Everything here that needs timm imports it through this file, since any may be the first.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ if _hide:
     sys.modules["wandb"] = None  # type: ignore[assignment]
 try:
     import timm
+    import timm.loss
+    import timm.optim
+    import timm.utils
 finally:
     if _hide:
         del sys.modules["wandb"]

@@ -87,7 +87,7 @@ def test_the_whole_window_is_clipped_once(tmp_path: Path, precision: tuple[str, 
     assert rows(tmp_path, "train/grad_norm")[0] == record.norms[0]
 
 
-def test_unequal_ranks_neither_hang_nor_skew_the_mean(tmp_path: Path) -> None:
+def test_unequal_ranks_neither_hang_nor_skew_the_mean(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     targets = [1.0, 2.0, 3.0, 4.0, 11.0]
     one = train_ranks(2, tmp_path / "i", *mean_probe(targets), "batch.effective=2", "batch.micro=1")
     assert [r.last for r in one] == [pytest.approx([1.5, 3.5, 11.0], abs=1e-5)] * 2
@@ -99,6 +99,7 @@ def test_unequal_ranks_neither_hang_nor_skew_the_mean(tmp_path: Path) -> None:
     padded = train_ranks(2, tmp_path / "pad", *mean_probe(targets), "batch.effective=6", "batch.micro=3",
                          "sampler.tail=pad")  # fmt: skip
     assert [r.last for r in padded] == [pytest.approx([22 / 6], abs=1e-5)] * 2
+    assert "sampler.tail=pad repeats 1 sample(s) in every epoch" in capfd.readouterr().out
 
 
 def test_a_rank_without_a_shard_waits_for_nobody(tmp_path: Path) -> None:

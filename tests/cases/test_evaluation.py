@@ -45,6 +45,17 @@ def test_the_score_does_not_depend_on_the_batch_size(tmp_path: Path, batch_size:
     for result in [evaluate(right, batch_size, Ranks()), *on_ranks(2, tmp_path, lambda r: evaluate(right, batch_size, r))]:
         assert result["eval/accuracy"] == 0.8
         assert result["eval/loss"] == pytest.approx((4 * 0.3132617 + 1.3132617) / 5, abs=1e-6)
+        assert "eval/accuracy_top5" not in result  # of two classes
+
+
+def test_top_5_counts_the_first_five_of_more_classes() -> None:
+    logits = torch.arange(6.0).repeat(3, 1)  # class 5 first, class 0 last
+    targets = torch.tensor([5, 1, 0])
+    split = Split(torch.utils.data.TensorDataset(logits, targets), (logits, targets))
+    device = torch.device("cpu")
+    source = TensorSource((logits, targets), ToDevice(device, None, False))
+    result = Evaluator(split, source, nn.CrossEntropyLoss(), Full(), Ranks(), device, 2, 6)(nn.Identity())
+    assert (result["eval/accuracy"], result["eval/accuracy_top5"]) == (1 / 3, 2 / 3)
 
 
 def test_the_training_loss_is_a_mean_over_samples(tmp_path: Path) -> None:

@@ -84,6 +84,21 @@ def test_29_without_the_package(tmp_path: Path) -> None:
     assert done.returncode == 0 and "evaluation at step 1" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
+def test_29_offline_waits_for_no_server(tmp_path: Path) -> None:
+    """A proxy that answers nothing stands for a network that is not there."""
+    took = {}
+    for mode in ("disabled", "offline"):
+        environ = {**bare_environ(tmp_path / mode), "HTTPS_PROXY": "http://10.255.255.1:9", "HTTP_PROXY": "http://10.255.255.1:9"}
+        (tmp_path / mode).mkdir(exist_ok=True)
+        began = time.monotonic()
+        done = command(*TINY, "steps=2", f"logger.mode={mode}", f"hydra.run.dir={tmp_path / mode / 'run'}", environ=environ)
+        took[mode] = time.monotonic() - began
+        assert done.returncode == 0, done.stderr
+    assert took["offline"] <= took["disabled"] + 15
+    assert len(offline_files(tmp_path / "offline")) == 1 and not list((tmp_path / "disabled").rglob("*.wandb"))
+
+
 def test_29_online_without_a_key_is_refused_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
     done = command(*TINY, "steps=1", "logger.mode=online", environ=bare_environ(tmp_path))

@@ -76,7 +76,7 @@ def test_a_rank_that_waits_for_nothing_is_taken_down_with_the_one_that_failed(tm
 
 
 @pytest.mark.parametrize(("start", "rank"), [
-    ("torchrun", 0), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("own ranks", 0), ("own ranks", 1), ("torchrun", 1))),
+    ("own ranks", 0), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("own ranks", 1), ("torchrun", 0), ("torchrun", 1))),
 ])  # fmt: skip
 def test_a_rank_that_hangs_is_ended_by_the_time_limit_and_named(tmp_path: Path, start: str, rank: int) -> None:
     command = [*COMMAND, *TWO_RANKS] if start == "own ranks" else [*TORCHRUN, "parallel=ddp"]
@@ -99,6 +99,7 @@ def torchruns_port_taken() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_two_torchruns_at_once_beside_a_taken_port_do_not_meet(tmp_path: Path) -> None:
     with torchruns_port_taken():
         both = [Started([*TORCHRUN, "parallel=ddp", f"accumulation={n}"], tmp_path) for n in (2, 3)]

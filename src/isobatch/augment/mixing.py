@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy
-from timm.data.mixup import Mixup, mixup_target
 from torch import Tensor
 
 from isobatch.randomness import seed_of
+from isobatch.timm_alone import timm
 
 
 class ShardMixer:
@@ -20,8 +20,8 @@ class ShardMixer:
 
     def __init__(self, mixup: float, cutmix: float, switch: float, prob: float, mode: str, num_classes: int, seed: int):
         self.seed, self.num_classes = seed, num_classes
-        self.mixup: Any = Mixup(mixup, cutmix, prob=prob, switch_prob=switch, mode=mode, label_smoothing=0.0,
-                                num_classes=num_classes)  # fmt: skip
+        self.mixup: Any = timm.data.Mixup(mixup, cutmix, prob=prob, switch_prob=switch, mode=mode, label_smoothing=0.0,
+                                          num_classes=num_classes)  # fmt: skip
 
     def __call__(self, inputs: Tensor, targets: Tensor, step: int, shards: tuple[int, ...],
                  sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -48,5 +48,5 @@ class ShardMixer:
     def _mixed(self, inputs: Tensor, targets: Tensor) -> Tensor:
         # not Mixup.__call__, which refuses shards of odd size for the sake of a mode that is not offered here
         lam = self.mixup._mix_elem(inputs) if self.mixup.mode == "elem" else self.mixup._mix_batch(inputs)
-        mixed: Tensor = mixup_target(targets, self.num_classes, lam, 0.0)
+        mixed: Tensor = timm.data.mixup.mixup_target(targets, self.num_classes, lam, 0.0)
         return mixed

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.distributed import Ranks
+from isobatch.errors import Stopped
 from isobatch.launch.job import execute, log_to
 from isobatch.launch.outcome import Folder, Outcome, cause, hung
 from isobatch.launch.signals import STOP
@@ -112,7 +113,7 @@ def _verdict(workers: list[ForkServerProcess], dead: list[ForkServerProcess], ki
             line = f"{worker.name} {how}{hint}"
             return Outcome("failed", line=line, trace=f"isobatch: {line}", rank=workers.index(worker))
     if asked and (killed or cause(list(notes.values())).kind != "failed"):
-        line = "stopped at once, without a last checkpoint" if killed else f"stopped by signal {asked}"
+        line = "stopped at once, without a last checkpoint" if killed else str(Stopped(asked))
         return Outcome("stopped", line=line, signum=asked)
     if killed and all(note.kind == "done" for note in notes.values()):
         line = f"{', '.join(sorted(killed))} did not end with the others"

@@ -154,6 +154,8 @@ class Several(WeightsAndBiases, TensorBoard):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.loggers:
+            raise ConfigError("logger.loggers", [], "names no logger", "set logger.loggers=[wandb,tensorboard], or logger=none")
         for name in self.loggers:
             choice("logger.loggers", name, [key for key in TABLE if key != "several"])
 

@@ -76,9 +76,9 @@ class BinaryCrossEntropy(CrossEntropy):
             within("loss.target_threshold", self.target_threshold, 0, 1)
 
     def build(self) -> nn.Module:
-        from timm.loss import BinaryCrossEntropy as Criterion
+        from isobatch.timm_alone import timm
 
-        return Criterion(self.label_smoothing, self.target_threshold, sum_classes=self.sum_classes)
+        return timm.loss.BinaryCrossEntropy(self.label_smoothing, self.target_threshold, sum_classes=self.sum_classes)
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,11 @@ class Distillation(CrossEntropy):
             if key not in NO_TEACHER:
                 raise ConfigError(f"loss.teacher.{key}", self.teacher[key], "a teacher has no such option",
                                   f"choose from {', '.join(NO_TEACHER)}")  # fmt: skip
+        for key, kind, word in (("arch", str, "name"), ("checkpoint", str, "path"), ("pretrained", bool, "true or false"),
+                                ("kwargs", dict, "mapping")):  # fmt: skip
+            value = self.teacher.get(key)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"loss.teacher.{key}", value, f"is no {word}", "give it one, or leave it out")
         given = [key for key in ("arch", "checkpoint") if self.teacher.get(key)]
         if len(given) != 1:
             raise ConfigError("loss.teacher.arch", self.teacher.get("arch"),

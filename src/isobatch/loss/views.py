@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from timm.loss import JsdCrossEntropy
 from torch import Tensor
 from torch.nn import functional
 
 from isobatch.randomness import seed_of
+from isobatch.timm_alone import timm
 
 
 class Viewed(NamedTuple):
@@ -62,7 +62,7 @@ class Agreement:
     """The criterion: timm's JsdCrossEntropy on views (training), cross entropy elsewhere (evaluation)."""
 
     def __init__(self, num_splits: int, alpha: float, smoothing: float):
-        self.views: Any = JsdCrossEntropy(num_splits, alpha, 0.0)
+        self.views: Any = timm.loss.JsdCrossEntropy(num_splits, alpha, 0.0)
         # timm's own takes class indices only; this one also takes the probabilities that mixup makes
         self.plain = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
         self.views.cross_entropy_loss = self.plain  # type: ignore[assignment]

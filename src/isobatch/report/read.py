@@ -55,6 +55,12 @@ class Run:
     def completed(self) -> bool:
         return self.state == "completed"
 
+    @property
+    def ending(self) -> str:
+        """How it ended, and why if that is known; "stopped by SIGTERM" says both."""
+        error = self.error or ""
+        return error if error.startswith(self.state) else ": ".join(filter(None, (self.state, error)))
+
 
 def direction(metric: str) -> int:
     """+1 if a higher value of this metric is better, -1 if a lower one, 0 if neither is known."""

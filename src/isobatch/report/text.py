@@ -71,7 +71,7 @@ def print_table(comparison: Comparison, console: Console | None = None) -> None:
         console.print(f"... and {len(comparison.rows) - _SHOWN_IN_TERMINAL} more in report.csv", highlight=False)
     for run in comparison.runs:
         if not run.completed:
-            console.print(Text(f"job {run.job}: {run.state}" + (f": {run.error}" if run.error else "")))
+            console.print(Text(f"job {run.job}: {run.ending}"))
 
 
 def _heading(column: Column) -> str:

@@ -54,7 +54,7 @@ def _verdict(run: Run, tolerance: float) -> Verdict:
     whole = d.common_steps > 0 and d.only_here == 0 and d.only_there == 0
     last = run.metrics.last_train.get("train/loss")
     if not run.completed:
-        reason = f"{run.state}: {run.error}" if run.error else run.state
+        reason = run.ending
     elif not whole:
         reason = f"only {d.common_steps} of {d.common_steps + d.only_here + d.only_there} logged steps are common"
     elif not isinstance(last, int | float) or not math.isfinite(last):
