@@ -136,6 +136,12 @@ def on_ranks(world_size: int, folder: Path, work: Callable[[Ranks], Any], timeou
     return [found[rank] for rank in range(world_size)]
 
 
+def preload_fsdp() -> None:
+    """Before ranks are forked: what sharding imports takes each of them seconds, and once is enough."""
+    import torch._dynamo
+    import torch.distributed.fsdp  # noqa: F401
+
+
 def rows(folder: Path, key: str) -> list[Any]:
     """The values of `key` in the folder's metrics.jsonl, in order; rows without it are left out."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
