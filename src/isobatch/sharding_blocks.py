@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
+from isobatch.batch_norm import tracking_layers
 from isobatch.errors import ConfigError
 
 LISTS = nn.Sequential, nn.ModuleList
@@ -70,6 +72,27 @@ def largest_pieces(model: nn.Module, asked: Any, let_go: bool) -> tuple[int, int
     sizes = sorted((sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in names), reverse=True)
     rest = total - sum(sizes)
     return (rest + sum(sizes[:2]) if let_go else total), max([rest, *sizes[:1]])
+
+
+def gathered_pieces(model: nn.Module, asked: Any, dtype: torch.dtype | None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(bytes as they are gathered, collectives) of what is in no block, and of all blocks.
+
+    Args:
+        dtype: that weights are gathered in, but for layers with running statistics; None: their own.
+    """
+    apart = dtype is not None or len({p.dtype for p in model.parameters()}) > 1
+    own = {id(p) for layer in tracking_layers(model) for p in layer.parameters()} if apart else set()
+    names = choose_blocks(model, asked, dict.fromkeys(dict(model.named_modules()), 1))
+    seen: set[int] = set()
+    found = []
+    for module in (*(model.get_submodule(name) for name in names), model):
+        mine = [p for p in module.parameters() if id(p) not in seen]
+        seen.update(id(p) for p in mine)
+        nbytes = sum(p.nbytes if dtype is None or id(p) in own else p.numel() * dtype.itemsize for p in mine)
+        # layers that keep their dtype among others go in a message of their own
+        found.append((nbytes, len({id(p) in own for p in mine})))
+    *blocks, rest = found
+    return rest, (sum(nbytes for nbytes, _ in blocks), sum(count for _, count in blocks))
 
 
 def _size(module: nn.Module) -> int:

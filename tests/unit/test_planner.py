@@ -14,6 +14,7 @@ from isobatch import launch
 from isobatch.batch_plan import Batch, resolve_batch
 from isobatch.config import load
 from isobatch.distributed import Ranks
+from isobatch.parallel.wire import WholeGradients
 from isobatch.planner import cost, memory, micro
 from isobatch.planner.memory import MB, Saved
 from isobatch.planner.preview import AbsentRanks, preview, world
@@ -96,7 +97,7 @@ def test_resident_memory_by_optimizer_and_precision() -> None:
 
     n = 64 * 16 + 16 + 2 * 16 + 16 * 10 + 10  # weights of the layers and the norm
     adam = of("optimizer=adamw", "reduction=exact", "reduction.method=tree")
-    assert adam.weights == 4 * (n + 2 * 16) + 8 and adam.gradients == 4 * n == adam.sent
+    assert adam.weights == 4 * (n + 2 * 16) + 8 and adam.gradients == 4 * n == adam.wire.gradients
     assert adam.optimizer == 8 * n and not adam.ema and not adam.working
     assert adam.sums == 3 * 4 * n  # 8 shards: up to 4 partial sums at once, one of which is the gradient
     sgd = of("optimizer=sgd", "reduction=exact", "reduction.method=bin64", "ema=ema", "ema.device=cpu")
@@ -153,18 +154,19 @@ def test_a_trial_leaves_nothing_behind() -> None:
 
 def test_the_ring_and_the_table_worked_out_by_hand() -> None:
     options = cost.CostOptions(bandwidth_gb_s=2.0, latency_us=50.0)
-    assert options.all_reduce_s(10**9, 1) == 0
+    wire = WholeGradients(10**9)
+    assert options.seconds(wire.window(1, 1)[0].backward) == 0
     # 4 replicas: 6 messages of a quarter of 1 GB at 2 GB/s, and 6 times 50 us
-    assert options.all_reduce_s(10**9, 4) == pytest.approx(6 * 0.125 + 6 * 50e-6)
+    assert options.seconds(wire.window(4, 1)[0].backward) == pytest.approx(6 * 0.125 + 6 * 50e-6)
     measured = cost.Measured(samples=8, forward_s=0.1, backward_s=0.3)  # 50 ms a sample, 37.5 of them backward
-    row = cost.row(Batch(64, 8, 4), 4, measured, 10**9, options)
+    row = cost.row(Batch(64, 8, 4), 4, measured, wire, options)
     assert (row.replicas, row.micro_batch, row.accumulation_steps) == (4, 8, 2)
-    assert row.compute_ms == pytest.approx(800) and row.all_reduce_ms == pytest.approx(750.3)
+    assert row.compute_ms == pytest.approx(800) and row.network_ms == pytest.approx(750.3)
     assert row.update_ms == pytest.approx(800 + 750.3 - 300)  # the last backward hides 8 samples' worth
     assert row.efficiency == pytest.approx(3200 / (4 * 1250.3)) and row.grown == pytest.approx(3200 / (3200 + 450.3))
-    wide = cost.row(Batch(64, 8, 4), 128, measured, 10**9, options)
+    wide = cost.row(Batch(64, 8, 4), 128, measured, wire, options)
     assert (wide.micro_batch, wide.accumulation_steps) == (1, 1) and wide.compute_ms == pytest.approx(50)
-    rows = cost.rows(Batch(64, 8, 5), measured, 10**9, options)
+    rows = cost.rows(Batch(64, 8, 5), measured, wire, options)
     assert [r.replicas for r in rows] == [1, 2, 4, 5, 8, 16, 64, 256, 1024, 4096]
     assert rows[0].efficiency == rows[0].grown == 1
     assert all(len(line) == len(cost.HEAD) for line in cost.table(rows))

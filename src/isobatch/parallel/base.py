@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from isobatch.config import Config
     from isobatch.data.feed import MicroBatch
     from isobatch.distributed import Ranks
+    from isobatch.parallel.wire import Parts, WholeGradients
     from isobatch.precision.masters import WorkingCopy
 
 
@@ -67,6 +68,12 @@ class Single:
     def gathered_bytes(self, model: nn.Module, replicas: int) -> int:
         """Bytes of whole weights and gradients that a replica holds for a moment beside its parts."""
         return 0
+
+    def wire(self, model: nn.Module, precision: Any, gradients: int) -> WholeGradients | Parts:
+        """What a window sends. `model` as `working_copy` left it; `gradients`: bytes of all, whole, as they are sent."""
+        from isobatch.parallel.wire import WholeGradients
+
+        return WholeGradients(gradients)
 
     def working_copy(self, precision: Any, model: nn.Module, replicas: int) -> WorkingCopy:
         """What the forward runs on. Called before `shard`, `precision` being the chosen one."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from isobatch.config import Config
     from isobatch.data.feed import MicroBatch
     from isobatch.distributed import Ranks
+    from isobatch.parallel.wire import Parts
     from isobatch.precision.masters import WorkingCopy
 
 
@@ -99,6 +100,16 @@ class FullySharded(Processes):
         weights, gradients = largest_pieces(model, self.blocks, self.reshard_after_forward)
         return weights + (gradients if self.reduce_between_micro_steps else sum(
             p.nbytes for p in model.parameters() if p.requires_grad))  # fmt: skip
+
+    def wire(self, model: nn.Module, precision: Any, gradients: int) -> Parts:
+        from isobatch.parallel.wire import Parts
+        from isobatch.sharding_blocks import gathered_pieces
+
+        (rest, rests), (blocks, count) = gathered_pieces(model, self.blocks, precision.gather_dtype())
+        twice = (blocks, count) if self.reshard_after_forward else (0, 0)  # but not the rest, see sharding._cut
+        return Parts(gradients, rest + blocks, rests + count, *twice,
+                     self.shard_size if type(self.shard_size) is int else None,
+                     self.reshard_between_micro_steps, self.reduce_between_micro_steps)  # fmt: skip
 
     def working_copy(self, precision: Any, model: nn.Module, replicas: int) -> WorkingCopy:
         # the parts are the fp32 masters: half weights are gathered from them, and no half copy is kept

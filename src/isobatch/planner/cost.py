@@ -1,4 +1,4 @@
-"""How long an update takes on more replicas than there are here: compute as measured, a ring all-reduce as computed.
+"""How long an update takes on more replicas than there are here: compute as measured, the network as computed.
 
 No torch: the config reads this file.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from isobatch.batch_plan import Batch, ceil_div
 from isobatch.checks import positive, within
+from isobatch.parallel.wire import Exchange, Parts, Ring, WholeGradients
 
 REPLICAS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 
@@ -30,11 +31,11 @@ class CostOptions:
             positive("cost.bandwidth_gb_s", self.bandwidth_gb_s)
         within("cost.latency_us", self.latency_us, 0, 1e9)
 
-    def all_reduce_s(self, nbytes: int, replicas: int) -> float:
-        """Seconds of a ring all-reduce: 2 (R - 1) messages in a row, each of n / R bytes (Patarasuk and Yuan 2009)."""
+    def seconds(self, rings: tuple[Ring, ...]) -> float:
+        """One ring after another: in each ranks - 1 messages in a row, of nbytes / ranks, each with a latency per piece."""
         assert self.bandwidth_gb_s is not None
-        messages = 2 * (replicas - 1)
-        return messages * (nbytes / replicas / (self.bandwidth_gb_s * 1e9) + self.latency_us * 1e-6)
+        byte_s, latency_s = 1e-9 / self.bandwidth_gb_s, self.latency_us * 1e-6
+        return sum((r.ranks - 1) * (r.nbytes / r.ranks * byte_s + r.pieces * latency_s) for r in rings)
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Row:
 
     Args:
         efficiency: against one replica with the same effective batch.
+        network_ms: what is sent, hidden behind compute or not.
         grown: against one replica when the effective batch grows with the replicas: another training.
     """
 
@@ -63,43 +65,50 @@ class Row:
     micro_batch: int
     accumulation_steps: int
     compute_ms: float
-    all_reduce_ms: float
+    network_ms: float
     update_ms: float
     samples_per_s: float
     efficiency: float
     grown: float
 
 
-def row(batch: Batch, replicas: int, measured: Measured, nbytes: int, options: CostOptions) -> Row:
+def row(batch: Batch, replicas: int, measured: Measured, wire: WholeGradients | Parts, options: CostOptions) -> Row:
     """
     Args:
         batch: as planned; on more replicas the micro batch shrinks to what one replica gets, on fewer they accumulate.
-        nbytes: of all gradients as they are sent.
+        wire: what replicas exchange in a window.
     """
     here = Batch(batch.effective, min(batch.micro, ceil_div(batch.effective, replicas)), replicas)
     largest = ceil_div(here.effective, here.num_shards)
     compute = here.accumulation_steps * largest * measured.sample_s
-    all_reduce = options.all_reduce_s(nbytes, replicas)
-    share = measured.backward_s / measured.samples
-    update = compute + max(0.0, all_reduce - largest * share)
-    alone = batch.effective * measured.sample_s
-    grown = alone + max(0.0, all_reduce - min(batch.micro, batch.effective) * share)
-    return Row(replicas, here.micro, here.accumulation_steps, compute * 1e3, all_reduce * 1e3, update * 1e3,
+    window = wire.window(replicas, here.accumulation_steps)
+    network = sum(options.seconds(exchange.forward + exchange.backward) for exchange in window)
+    update = _window_s(window, largest, measured, options)
+    alone, steps = batch.effective * measured.sample_s, ceil_div(batch.effective, batch.micro)
+    grown = _window_s(wire.window(replicas, steps), batch.effective / steps, measured, options)
+    return Row(replicas, here.micro, here.accumulation_steps, compute * 1e3, network * 1e3, update * 1e3,
                here.effective / update, alone / (replicas * update), alone / grown)  # fmt: skip
 
 
-def rows(batch: Batch, measured: Measured, nbytes: int, options: CostOptions) -> list[Row]:
+def _window_s(window: list[Exchange], samples: float, measured: Measured, options: CostOptions) -> float:
+    """Seconds of a window of micro steps of `samples`: each forward and each backward hides what it can of its exchange."""
+    forward, backward = (s / measured.samples * samples for s in (measured.forward_s, measured.backward_s))
+    return sum(max(forward, options.seconds(exchange.forward)) + max(backward, options.seconds(exchange.backward))
+               for exchange in window)  # fmt: skip
+
+
+def rows(batch: Batch, measured: Measured, wire: WholeGradients | Parts, options: CostOptions) -> list[Row]:
     """From 1 to 4,096 replicas, and the number that is planned."""
     counts = sorted({*REPLICAS, batch.num_replicas})
-    return [row(batch, count, measured, nbytes, options) for count in counts]
+    return [row(batch, count, measured, wire, options) for count in counts]
 
 
-HEAD = ("replicas", "micro batch", "micro steps", "compute ms", "all-reduce ms", "update ms", "samples/s", "efficiency",
+HEAD = ("replicas", "micro batch", "micro steps", "compute ms", "network ms", "update ms", "samples/s", "efficiency",
         "batch grows")  # fmt: skip
 
 
 def table(found: list[Row]) -> list[tuple[str, ...]]:
     """The rows as text, under HEAD."""
     return [(f"{r.replicas:,}", str(r.micro_batch), str(r.accumulation_steps), f"{r.compute_ms:.2f}",
-             f"{r.all_reduce_ms:.2f}", f"{r.update_ms:.2f}", f"{r.samples_per_s:,.0f}", f"{100 * r.efficiency:.1f} %",
+             f"{r.network_ms:.2f}", f"{r.update_ms:.2f}", f"{r.samples_per_s:,.0f}", f"{100 * r.efficiency:.1f} %",
              f"{100 * r.grown:.1f} %") for r in found]  # fmt: skip

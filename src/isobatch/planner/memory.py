@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from isobatch.batch_plan import Batch
 from isobatch.config import Config
+from isobatch.parallel.wire import Parts, WholeGradients
 
 MB = 2**20
 SAME_MODEL = "full", "autocast"  # levels of precision whose working copy is the model as it is
@@ -43,7 +44,7 @@ class Resident:
     Args:
         gathered: whole weights and gradients that are there for a moment beside the parts.
         weights: of the model, with buffers. working: half copy that computes (O2). sums: partial sums of reduction=exact.
-        sent: of the gradients as replicas exchange them.
+        wire: what replicas exchange.
     """
 
     weights: int
@@ -52,7 +53,7 @@ class Resident:
     optimizer: int | None
     ema: int
     sums: int
-    sent: int
+    wire: WholeGradients | Parts
     gathered: int = 0
 
     @property
@@ -89,7 +90,8 @@ def resident(config: Config, model: nn.Module, batch: Batch) -> Resident:
 
     return Resident(
         part(nbytes(state_of(weights)), buffers), nbytes(copied), part(gradients), state and part(state),
-        part(average, min(average, buffers)), sums(config, batch, gradients), sent,
+        part(average, min(average, buffers)), sums(config, batch, gradients),
+        config.parallel.wire(weights, config.precision, sent),
         config.parallel.gathered_bytes(weights, batch.num_replicas),
     )  # fmt: skip
 

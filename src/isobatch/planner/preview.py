@@ -94,14 +94,14 @@ def _measure(found: Preview, listed: str, resident: Resident, config: Config, mo
     found.record["memory_mb"] |= {"activations": round(activations / MB, 3), "peak": round(highest / MB, 3)}
     if measured is None:
         return
-    rows = cost.rows(batch, measured, resident.sent, config.cost)
+    rows = cost.rows(batch, measured, resident.wire, config.cost)
     found.table = cost.table(rows)
     found.record["cost"] = {"forward_s": measured.forward_s, "backward_s": measured.backward_s,
-                            "samples": measured.samples, "gradient_bytes": resident.sent,
-                            "rows": [asdict(r) for r in rows]}  # fmt: skip
+                            "samples": measured.samples, "gradient_bytes": resident.wire.gradients,
+                            "wire": asdict(resident.wire), "rows": [asdict(r) for r in rows]}  # fmt: skip
     found.notes.append(
-        f"the table takes compute as measured here with a micro batch of {batch.micro} and a ring all-reduce of "
-        f"{_mb(resident.sent)} MB at {config.cost.bandwidth_gb_s:g} GB/s and {config.cost.latency_us:g} us; the last "
+        f"the table takes compute as measured here with a micro batch of {batch.micro} and {resident.wire.describe()} "
+        f"in rings at {config.cost.bandwidth_gb_s:g} GB/s and {config.cost.latency_us:g} us; the last "
         "column lets the effective batch grow with the replicas, which is another training"
     )
 
