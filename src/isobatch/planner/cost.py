@@ -83,17 +83,18 @@ def row(batch: Batch, replicas: int, measured: Measured, wire: WholeGradients | 
     compute = here.accumulation_steps * largest * measured.sample_s
     window = wire.window(replicas, here.accumulation_steps)
     network = sum(options.seconds(exchange.forward + exchange.backward) for exchange in window)
-    update = _window_s(window, largest, measured, options)
+    update = compute + _waiting_s(window, largest, measured, options)
     alone, steps = batch.effective * measured.sample_s, ceil_div(batch.effective, batch.micro)
-    grown = _window_s(wire.window(replicas, steps), batch.effective / steps, measured, options)
+    grown = alone + _waiting_s(wire.window(replicas, steps), batch.effective / steps, measured, options)
     return Row(replicas, here.micro, here.accumulation_steps, compute * 1e3, network * 1e3, update * 1e3,
                here.effective / update, alone / (replicas * update), alone / grown)  # fmt: skip
 
 
-def _window_s(window: list[Exchange], samples: float, measured: Measured, options: CostOptions) -> float:
-    """Seconds of a window of micro steps of `samples`: each forward and each backward hides what it can of its exchange."""
+def _waiting_s(window: list[Exchange], samples: float, measured: Measured, options: CostOptions) -> float:
+    """Seconds that a window takes beyond its compute: each forward and each backward, of `samples` samples, hides what it
+    can of the exchange beside it."""
     forward, backward = (s / measured.samples * samples for s in (measured.forward_s, measured.backward_s))
-    return sum(max(forward, options.seconds(exchange.forward)) + max(backward, options.seconds(exchange.backward))
+    return sum(max(0.0, options.seconds(exchange.forward) - forward) + max(0.0, options.seconds(exchange.backward) - backward)
                for exchange in window)  # fmt: skip
 
 
