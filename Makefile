@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 ARGS ?=
-# no-compile: 20,000 files would be compiled, of which a run imports a tenth and compiles those itself
+# pip would compile 20,000 files, of which a run imports a tenth: those are compiled by importing them once
 QUICK = --quiet --disable-pip-version-check --no-compile
+WARM = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import matplotlib.pyplot, timm, torch._dynamo, wandb"
 
 .PHONY: run test test-all lint bench clean
 
@@ -27,11 +28,13 @@ bench: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(QUICK) -c constraints.txt -e .
+	@$(WARM)
 	@touch $@
 
 $(VENV)/test-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(QUICK) -c constraints.txt -e '.[test]'
+	@$(WARM)
 	@touch $@ $(VENV)/ready
 
 clean:
