@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_tools import state_of, training
-from harness import BASE, on_ranks, plain, rows, summary, train
+from harness import BASE, on_ranks, plain, preload_fsdp, rows, summary, train
 from precision_probes import QUIET, SometimesUnused, data_of, model_of
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from isobatch import config as configuration
 from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError
 from isobatch.precision.scaling import LossScaler
+from isobatch.run import Run
 from isobatch.sharding_blocks import choose_blocks, largest_pieces
 from isobatch.shards import like, whole
 
@@ -102,6 +103,24 @@ def test_half_weights_are_gathered_from_fp32_masters(tmp_path: Path, words: tupl
         assert dtypes == {(torch.float32, True)}
         assert record.norms == pytest.approx(alone.norms, rel=10 * tolerance)
         assert max(abs(a - b) for a, b in zip(record.weights[-1], alone.weights[-1], strict=True)) < tolerance
+
+
+def test_an_evaluation_lets_go_of_the_whole_weights(tmp_path: Path) -> None:
+    preload_fsdp()
+
+    def work(ranks: Ranks) -> list[bool]:
+        words = (*DIGITS, "steps=1", "checkpoint=none", "parallel=fsdp", "parallel.blocks=[]")  # kept till a backward
+        made = Run(configuration.load(plain(*words)), tmp_path, ranks)
+        made.build()
+        model, evaluator, whole = made.loop.state.model, made.loop.evaluator, []
+        for evaluate in (evaluator, lambda model: evaluator.first(model, 4)):
+            evaluate(model)
+            whole += [not hasattr(p, "full_tensor") for p in model.parameters()]
+        made.finish("stopped", None)
+        return whole
+
+    for found in on_ranks(2, tmp_path / "ranks", work):
+        assert found and not any(found)
 
 
 def test_all_ranks_see_an_overflow_that_lies_in_one_part(tmp_path: Path) -> None:
