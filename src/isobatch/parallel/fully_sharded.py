@@ -102,9 +102,14 @@ class FullySharded(Processes):
             p.nbytes for p in model.parameters() if p.requires_grad))  # fmt: skip
 
     def wire(self, model: nn.Module, precision: Any, gradients: int) -> Parts:
+        import torch
+
         from isobatch.parallel.wire import Parts
         from isobatch.sharding_blocks import gathered_pieces
 
+        # of the parts, in fp32 for half weights too: one replica, which `gradients` may be counted for, has a half copy
+        sent = None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
+        gradients = sum(p.numel() * (sent or p.dtype).itemsize for p in model.parameters() if p.requires_grad)
         (rest, rests), (blocks, count) = gathered_pieces(model, self.blocks, precision.gather_dtype())
         twice = (blocks, count) if self.reshard_after_forward else (0, 0)  # but not the rest, see sharding._cut
         return Parts(gradients, rest + blocks, rests + count, *twice,
