@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from isobatch.checks import choice
+from isobatch.checks import LARGEST, choice, within
 from isobatch.data.base import DataInfo, Reading, Split, Splits
 from isobatch.errors import ConfigError
 from isobatch.loss import Loss
@@ -101,6 +101,14 @@ class CustomData(Reading):
     factory: ClassVar[Callable[..., Any]]
     kind = "images"
 
+    def __post_init__(self) -> None:
+        from isobatch.data.images import check_normalization
+
+        super().__post_init__()
+        within("data.num_classes", self.num_classes or 0, 0, LARGEST)
+        check_normalization("mean", self.mean)
+        check_normalization("std", self.std)
+
     def load(self, augment: Any, seed: int) -> Splits:
         from isobatch.randomness import isolated_generators, seed_everything, seed_of
 
@@ -136,6 +144,10 @@ class CustomData(Reading):
         shape = tuple(first.inputs.shape[1:])
         if not shape:
             raise ConfigError("data.name", self.name, "its inputs are single numbers", "give them one dimension, (1,)")
+        for key in ("mean", "std"):
+            value = getattr(self, key)
+            if value and len(value) not in (1, shape[0]):
+                raise ConfigError(f"data.{key}", value, f"is not one number per channel ({shape[0]})", f"set data.{key}=null")
         return DataInfo(self.name, shape, count or 0, tuple(self.mean or ()), tuple(self.std or ()), classes)
 
 

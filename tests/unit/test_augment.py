@@ -132,12 +132,28 @@ def test_mixing_needs_images_with_classes() -> None:
     ("name", "values", "key"),
     [("simple", {"flip": 2}, "flip"), ("simple", {"scale": [0.5, 0.1]}, "scale"), ("simple", {"scale": [0.5]}, "scale"),
      ("simple", {"mixup": -1}, "mixup"), ("simple", {"crop": "five"}, "crop"), ("simple", {"mix_mode": "pair"}, "mix_mode"),
-     ("randaugment", {"policy": "original"}, "policy"), ("augmix", {"policy": "rand-m9"}, "policy")],
+     ("randaugment", {"policy": "original"}, "policy"), ("augmix", {"policy": "rand-m9"}, "policy"),
+     ("simple", {"ratio": [1, float("inf")]}, "ratio"), ("simple", {"scale": [0.5, float("nan")]}, "scale"),
+     *(("randaugment", {"policy": f"rand-{part}"}, "policy") for part in (
+         "", "mfoo", "foo", "m9-zz3", "w7", "mnan", "m9.5", "n0", "n-3", "n1000000000", "p5", "mstdinf", "inc3", "tzz", "M9")),
+     *(("augmix", {"policy": f"augmix-{part}"}, "policy") for part in ("w0", "w-1", "a0", "w999999999", "d99999999", "n2")),
+     ("autoaugment", {"policy": "v0-m9"}, "policy"), ("autoaugment", {"policy": "original-mstdx"}, "policy")],
 )  # fmt: skip
 def test_options_out_of_range_are_refused(name: str, values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         options("augment", {"name": name, **values})
     assert refusal.value.key == f"augment.{key}"
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("randaugment", "rand"), ("randaugment", "rand-m9-n3-mstd0.5-mmax15-inc1-p0.7"), ("randaugment", "rand-mstd101-tweights"),
+     ("randaugment", "rand-t3a"), ("augmix", "augmix-m5-w4-d2-b1-a0.5-mstd1"), ("autoaugment", "3a"),
+     ("autoaugment", "original-mstd0.5")],
+)  # fmt: skip
+def test_every_part_that_timm_knows_is_taken(name: str, policy: str) -> None:
+    assert options("augment", {"name": name, "policy": policy}).policy_name == policy
+    timm_policy(policy, 8, (0.5,), "bilinear")
 
 
 def test_a_policy_needs_colour_or_grey() -> None:

@@ -106,6 +106,10 @@ def test_a_dataset_function_gives_two_splits_and_what_a_model_needs() -> None:
     for kwargs, says in (({"n": 0}, "train split is empty"), ({"m": 1}, "cannot be called with them")):
         with pytest.raises(ConfigError, match=says):
             options("data", {"name": "toy_images", "kwargs": kwargs}).load(None, 0)
+    for values, key in (({"num_classes": -1}, "num_classes"), ({"mean": [float("nan")]}, "mean"), ({"std": [0.0]}, "std"),
+                        ({"mean": [0.5, 0.5]}, "mean")):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"data\.{key}="):
+            options("data", {"name": "toy_images", **values}).load(None, 0)
     isobatch.register("data", "number", lambda split: 3)
     with pytest.raises(ConfigError, match=r"data\.name=number: its train split has no len"):
         options("data", {"name": "number"}).load(None, 0)

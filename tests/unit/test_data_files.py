@@ -103,7 +103,11 @@ def test_a_missing_folder_is_refused_without_torch(tmp_path: Path) -> None:
     ("values", "key"),
     [({"image_size": 0}, "image_size"), ({"crop_pct": 1.5}, "crop_pct"), ({"interpolation": "nearest"}, "interpolation"),
      ({"decode": "half"}, "decode"), ({"in_chans": 4}, "in_chans"), ({"mean": [0.5]}, "mean"), ({"std": [0, 1, 1]}, "std"),
-     ({"on_error": "ignore"}, "on_error"), ({"num_workers": -1}, "num_workers"), ({"prefetch": 0}, "prefetch")],
+     ({"on_error": "ignore"}, "on_error"), ({"num_workers": -1}, "num_workers"), ({"prefetch": 0}, "prefetch"),
+     ({"num_workers": 100_000}, "num_workers"), ({"image_size": 100_000}, "image_size"),
+     ({"mean": [float("nan"), 0, 0]}, "mean"),
+     ({"std": [1, float("nan"), 1]}, "std"), ({"std": [1e-45, 1, 1]}, "std"), ({"std": [float("inf"), 1, 1]}, "std"),
+     ({"eval_size": 2**31 - 1}, "eval_size")],
 )  # fmt: skip
 def test_options_out_of_range_are_refused(tmp_path: Path, values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -174,6 +178,32 @@ def test_csv_files_list_paths_and_labels(photos: Path) -> None:
     (photos / "val.csv").write_text("path,label\nval/dog/77.jpg,9\n")
     with pytest.raises(ConfigError, match=r"lists val/dog/77\.jpg, which is not there"):
         options("data", given).check()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"path,label\ntrain/cat/0.jpg,a\ntrain/dog/0.jpg\n", "line 3 has no path or no label"),
+     (b"path,label\ntrain/cat/0.jpg,\n", "line 2 has no path or no label"), (b"path,label\n,a\n", "line 2 has no path"),
+     (b"path,label\ntrain/cat/0.jpg,\xe9\n", "cannot be read as text"), (b"\xff\xd8\xff\x00", "cannot be read as text"),
+     (b'path,label\ntrain/cat/0.jpg,"a\n', "cannot be read as text"),
+     (b"path,label\ntrain/cat/0.jpg," + 200_000 * b"a", "cannot be read as text"), (b"", "is empty"),
+     (b"path,label\n" + 5_000 * b"a" + b".jpg,b\n", "which is not there"),
+     (b"path,label,label\ntrain/cat/0.jpg,a,b\n", "has the columns path, label, label")],
+)  # fmt: skip
+def test_a_csv_file_that_cannot_be_used_is_refused_in_one_line(photos: Path, content: bytes, says: str) -> None:
+    (photos / "train.csv").write_bytes(content)
+    (photos / "val.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match=says) as refusal:
+        options("data", {"name": "csv", "root": str(photos), "image_size": 16}).check()
+    assert refusal.value.key.startswith("data.") and "\n" not in str(refusal.value) and len(str(refusal.value)) < 800
+
+
+def test_labels_that_only_look_like_numbers_are_text(photos: Path) -> None:
+    text = f"path,label\ntrain/cat/0.jpg,\u00b2\ntrain/dog/0.jpg,10\ntrain/dog/1.jpg,{5_000 * '1'}\n"
+    for name in ("train.csv", "val.csv"):
+        (photos / name).write_text(text, encoding="utf-8")
+    splits = options("data", {"name": "csv", "root": str(photos), "image_size": 16}).load(None, 0)
+    assert splits.info.class_names == ("10", 5_000 * "1", "\u00b2")
 
 
 def test_a_torchvision_set_is_read_or_its_absence_refused(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_labels_may_be_words_and_images_plain_bytes(tmp_path: Path) -> None:
         ({"eval_split": "test[90:]"}, "data.eval_split", "is empty: test has 3 samples"),
         ({"image_column": "photo"}, "data.image_column", "no such column; there are picture, kind, word, number"),
         ({"image_column": "word"}, "data.image_column", r"holds Value\('string'\), no encoded images; choose one of picture"),
+        ({"subset": "x"}, "data.subset", "has no subsets"), ({"revision": "v1"}, "data.revision", "has no revisions"),
         ({"label_column": "picture"}, "data.label_column", "no classes"),
         ({"label_column": "number"}, "data.train_split", "12 samples without a label"),
         ({"label_column": "word"}, "data.eval_split", "lacks"),

@@ -130,6 +130,9 @@ def test_an_index_goes_to_the_cache_where_the_tars_cannot_be_written(tars: Path,
     monkeypatch.setattr(tar_index, "scan", None)  # nothing is made again
     assert shades(data(tars).load(None, 0).train) == list(range(12))
     monkeypatch.undo()
+    (tars / "a file").touch()
+    with pytest.raises(ConfigError, match="can be written neither"):
+        data(tars, cache_dir=str(tars / "a file")).check()
     data(tars, cache_dir=str(tars / "asked")).check()
     assert len(list((tars / "asked").glob("*"))) == 4 and not list(tars.glob("*.safetensors"))
 

@@ -6,6 +6,7 @@ shard, so that it is the same on every hardware plan.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from isobatch.data import DataInfo
 
 CROPS = ("auto", "resized", "pad", "none")
+FRACTIONS = ("p", "mstd", "a")  # parts of timm's policies that may have a point
+TRANSFORM_SETS = ("tweights", "t3a", "t3aw")  # of RandAugment
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Simple(NoAugment):
             within(f"augment.{key}", getattr(self, key), 0, 1000)
         for key in ("scale", "ratio"):
             pair = getattr(self, key)
-            if len(pair) != 2 or not 0 < pair[0] <= pair[1] or (key == "scale" and pair[1] > 1):
+            if len(pair) != 2 or not 0 < pair[0] <= pair[1] <= (1 if key == "scale" else 1000):
                 raise ConfigError(f"augment.{key}", pair, "is no range of positive numbers",
                                   "set augment.scale=[0.08,1] or augment.ratio=[0.75,1.3333]")  # fmt: skip
 
@@ -124,12 +127,31 @@ class RandAugment(Simple):
     name: str = "randaugment"
     policy: str = "rand-m9-mstd0.5-inc1"
     kinds: ClassVar[tuple[str, ...]] = ("rand",)
+    parts: ClassVar[dict[str, tuple[float, float]]] = {"m": (0, 100), "n": (1, 100), "p": (0, 1), "mstd": (0, 1000),
+                                                       "mmax": (1, 100), "inc": (0, 1)}  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.policy.split("-")[0] not in self.kinds:
+        kind, *parts = self.policy.split("-")
+        if kind not in self.kinds:
             raise ConfigError("augment.policy", self.policy, f"is no policy of {self.name}",
                               f"begin it with {' or '.join(self.kinds)}")  # fmt: skip
+        for part in parts:
+            self.check_part(part)
+
+    def check_part(self, part: str) -> None:
+        """Raise ConfigError for what timm would leave out without a word, stop at with an assertion, or never be done with."""
+        if "n" in self.parts and part in TRANSFORM_SETS:
+            return
+        match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", part)
+        if match is None or match[1] not in self.parts or ("." in match[2] and match[1] not in FRACTIONS):
+            names = ", ".join(f"{name}<{'number' if name in FRACTIONS else 'integer'}>" for name in self.parts)
+            raise ConfigError("augment.policy", self.policy, f"has the part {part!r}, which says nothing",
+                              f"parts of {self.name} are {names}, with a dash between them")  # fmt: skip
+        low, high = self.parts[match[1]]
+        if not low <= float(match[2]) <= high:
+            raise ConfigError("augment.policy", self.policy, f"{match[1]} is not between {low:g} and {high:g}",
+                              f"set {match[1]} into that range")  # fmt: skip
 
     @property
     def policy_name(self) -> str:
@@ -143,6 +165,7 @@ class AutoAugment(RandAugment):
     name: str = "autoaugment"
     policy: str = "original-mstd0.5"
     kinds: ClassVar[tuple[str, ...]] = ("original", "originalr", "v0", "v0r", "3a")
+    parts: ClassVar[dict[str, tuple[float, float]]] = {"mstd": (0, 1000)}
 
 
 @dataclass(frozen=True)
@@ -152,6 +175,8 @@ class AugMix(RandAugment):
     name: str = "augmix"
     policy: str = "augmix-m3-w3"
     kinds: ClassVar[tuple[str, ...]] = ("augmix",)
+    parts: ClassVar[dict[str, tuple[float, float]]] = {"m": (0, 100), "w": (1, 100), "d": (1, 100), "a": (0.001, 1000),
+                                                       "b": (0, 1), "mstd": (0, 1000)}  # fmt: skip
 
 
 TABLE: dict[str, Any] = {

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MOST_WORKERS = 1024
+
+
 @dataclass(frozen=True)
 class DataInfo:
     """What the rest needs to know of a dataset.
@@ -109,7 +112,10 @@ class Reading:
 
 
 def check_workers(num_workers: int | None) -> None:
-    """Raise ConfigError unless `num_workers` is null or not negative."""
+    """Raise ConfigError unless `num_workers` is null, or a number of processes that a machine can have."""
     if num_workers is not None and num_workers < 0:
         raise ConfigError("data.num_workers", num_workers, "is negative",
                           "set data.num_workers=0 (none), or null (from the cores)")  # fmt: skip
+    if num_workers is not None and num_workers > MOST_WORKERS:
+        raise ConfigError("data.num_workers", num_workers, "is more than any machine has cores for",
+                          "set data.num_workers=null (from the cores)")  # fmt: skip

@@ -12,6 +12,20 @@ from isobatch.data.files import ImageFileOptions
 from isobatch.errors import ConfigError
 
 
+def class_order(label: str) -> tuple[bool, int, str]:
+    """Numbers first, by size; then text. What is longer than any number of a class is text."""
+    number = label.isdecimal() and len(label) < 20  # isdigit() would take characters that int() does not
+    return not number, int(label) if number else 0, label
+
+
+def is_file(path: Path) -> bool:
+    """False also for a name that no file system takes (too long; pathlib raises OSError for it)."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class CsvFile(ImageFileOptions):
     """Two csv files with a header line; paths in them and their own are relative to `root`.
@@ -37,7 +51,7 @@ class CsvFile(ImageFileOptions):
         root = self.checked_root()
         train = self._rows(root, "train_csv")
         evaluation = self._rows(root, "eval_csv")
-        classes = sorted(set(train[1]), key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
+        classes = sorted(set(train[1]), key=class_order)
         unknown = sorted(set(evaluation[1]) - set(classes))
         if unknown:
             raise ConfigError("data.eval_csv", self.eval_csv,
@@ -47,23 +61,38 @@ class CsvFile(ImageFileOptions):
 
     def _rows(self, root: Path, key: str) -> tuple[list[str], list[str]]:
         path = root / getattr(self, key)
-        if not path.is_file():
+        if not is_file(path):
             raise ConfigError(f"data.{key}", getattr(self, key), f"no such file below {root}", f"set data.{key}=<csv file>")
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            header = reader.fieldnames or []
-            for column in ("path_column", "label_column"):
-                if getattr(self, column) not in header:
-                    raise ConfigError(f"data.{column}", getattr(self, column), f"{path} has the columns {', '.join(header)}",
-                                      f"set data.{column} to one of them")  # fmt: skip
-            rows = [(row[self.path_column], row[self.label_column]) for row in reader]
+        try:
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                rows = self._cells(csv.DictReader(file, strict=True), path, key)
+        except (UnicodeDecodeError, csv.Error, OSError) as error:
+            raise ConfigError(f"data.{key}", getattr(self, key), f"cannot be read as text with commas ({error})",
+                              "write it as UTF-8, a path and a label per line") from None  # fmt: skip
         if not rows:
             raise ConfigError(f"data.{key}", getattr(self, key), "lists no sample", "add lines below the header")
-        if not (root / rows[0][0]).is_file():
-            raise ConfigError("data.root", self.root, f"{path} lists {rows[0][0]}, which is not there",
+        if not is_file(root / rows[0][0]):
+            raise ConfigError("data.root", self.root, f"{path} lists {rows[0][0][:200]}, which is not there",
                               "paths in the file are relative to data.root")  # fmt: skip
         names, labels = zip(*rows, strict=True)
         return list(names), list(labels)
+
+    def _cells(self, reader: csv.DictReader[str], path: Path, key: str) -> list[tuple[str, str]]:
+        """(path, label) of every line; refuses columns that are missing or there twice, and cells that are missing or empty."""
+        header = reader.fieldnames or []
+        for column in ("path_column", "label_column"):
+            name = getattr(self, column)
+            if header.count(name) != 1:
+                problem = f"has the columns {', '.join(header)}" if header else "is empty"
+                raise ConfigError(f"data.{column}", name, f"{path} {problem}",
+                                  f"set data.{column} to one that is there once")  # fmt: skip
+        rows = []
+        for row in reader:
+            if not row[self.path_column] or not row[self.label_column]:
+                raise ConfigError(f"data.{key}", getattr(self, key), f"line {reader.line_num} has no path or no label",
+                                  "write both on every line, or take it out")  # fmt: skip
+            rows.append((row[self.path_column], row[self.label_column]))
+        return rows
 
     def load(self, augment: Any, seed: int) -> Splits:
         train, evaluation, classes = self._read()

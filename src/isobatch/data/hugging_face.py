@@ -62,8 +62,14 @@ class HuggingFace(ImageOptions):
         if (folder / "state.json").is_file():
             raise ConfigError("data.path", self.path, "is one split that was saved alone",
                               "save both together: DatasetDict(train=..., validation=...).save_to_disk(...)")  # fmt: skip
+        if self.revision is not None and folder.is_dir():
+            raise ConfigError("data.revision", self.revision, f"{self.path} is a folder, which has no revisions",
+                              "set data.revision=null")  # fmt: skip
         saved = folder / "dataset_dict.json"
         if saved.is_file():
+            if self.subset is not None:
+                raise ConfigError("data.subset", self.subset, f"what save_to_disk wrote to {self.path} has no subsets",
+                                  "set data.subset=null")  # fmt: skip
             self._names(json.loads(saved.read_text(encoding="utf-8"))["splits"])
 
     def load(self, augment: Any, seed: int) -> Splits:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.checks import choice, positive, within
+from isobatch.checks import choice, within
 from isobatch.data.base import DataInfo, Reading, Split, Splits
 from isobatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+LARGEST_SIDE = 65535  # of a JPEG
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
@@ -81,17 +82,18 @@ class ImageOptions(Reading):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("data.image_size", self.image_size)
-        positive("data.eval_size", 1 if self.eval_size is None else self.eval_size)
+        within("data.image_size", self.image_size, 1, LARGEST_SIDE)
+        within("data.eval_size", 1 if self.eval_size is None else self.eval_size, 1, LARGEST_SIDE)
         within("data.crop_pct", self.crop_pct, 0.01, 1)
         choice("data.interpolation", self.interpolation, ("bilinear", "bicubic"))
         choice("data.decode", self.decode, ("fast", "full"))
         choice("data.in_chans", self.in_chans, (1, 3))
         for key in ("mean", "std"):
             value = getattr(self, key)
-            if value is not None and (len(value) != self.in_chans or (key == "std" and min(value) <= 0)):
+            if value is not None and len(value) != self.in_chans:
                 raise ConfigError(f"data.{key}", value, f"is not one number per channel ({self.in_chans})",
                                   f"set data.{key}=null for ImageNet's")  # fmt: skip
+            check_normalization(key, value)
 
     def normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(mean, std); for grey images ImageNet's are averaged over the channels."""
@@ -116,6 +118,14 @@ class ImageOptions(Reading):
             return Split(dataset, targets=lambda: torch.from_numpy(dataset.labels), info=info)
 
         return Splits(split(train), split(evaluation), info)
+
+
+def check_normalization(key: str, value: list[float] | None) -> None:
+    """Raise ConfigError for a `mean` or `std` of pixels in 0 .. 1 that would make inputs infinite or no numbers."""
+    low = 1e-6 if key == "std" else -1000
+    if value is not None and not all(low <= x <= 1000 for x in value):
+        raise ConfigError(f"data.{key}", value, f"is not between {low:g} and 1000 for every channel",
+                          f"set data.{key} for pixels in 0 .. 1, or to null")  # fmt: skip
 
 
 def numbered(train: Any, evaluation: Any, keys: tuple[str, str], names: tuple[str, str],

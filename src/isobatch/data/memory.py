@@ -59,6 +59,9 @@ def read_digits() -> Any:
     return numpy.column_stack([raw.data, raw.target])
 
 
+MOST_ROWS = 2**15  # 4 GB of matrix
+
+
 @dataclass(frozen=True)
 class RandomMatrix:
     """A seeded `size` x `size` uniform matrix whose rows are the samples (the toy of gradient-accumulation articles).
@@ -74,7 +77,8 @@ class RandomMatrix:
 
     def __post_init__(self) -> None:
         check_workers(self.num_workers)
-        positive("data.size", self.size)
+        within("data.size", self.size, 1, MOST_ROWS)
+        within("data.matrix_seed", self.matrix_seed, 0, 2**63 - 1)
 
     def load(self, augment: Any, seed: int) -> Splits:
         import torch

@@ -11,6 +11,7 @@ import json
 import os
 import posixpath
 import tarfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -184,7 +185,8 @@ def _write(place: Path, header: dict[str, Any], index: TarIndex) -> bool:
         save_file(arrays, part, metadata={"tar": json.dumps(header)})
         part.replace(place)
     except (OSError, SafetensorError):
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # where the folder is a file, looking for the part is an error too
+            part.unlink(missing_ok=True)
         return False
     return True
 
