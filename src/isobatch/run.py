@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from isobatch import batch_norm, evaluation, export, freezing, hardware, plan_notes, teacher
+from isobatch import batch_norm, hardware, plan_notes, teacher
 from isobatch import config as configuration
 from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
@@ -22,6 +22,7 @@ from isobatch.fingerprint import Fingerprint
 from isobatch.launch.signals import STOP
 from isobatch.logger import Logger, RunInfo
 from isobatch.loop import Loop
+from isobatch.model import freezing
 from isobatch.planner import cost, micro
 from isobatch.planner.preview import Preview, preview, world
 from isobatch.randomness import ShardSeeder, seed_everything
@@ -31,6 +32,7 @@ from isobatch.scheduler import Schedule
 from isobatch.state import TrainState
 from isobatch.step import Parts
 from isobatch.summary import summarize
+from isobatch.tasks import evaluation, export
 
 
 def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import isobatch
-from isobatch import checkpoint, export
+from isobatch import checkpoint
 from isobatch.checkpoint import Saved
 from isobatch.errors import ConfigError
+from isobatch.tasks import export
 
 SHORT = ("logger=none", "threads=1", "epochs=null", "steps=3", "batch.effective=16", "scheduler=constant")
 

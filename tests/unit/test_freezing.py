@@ -10,11 +10,12 @@ import torch
 from harness import plain, summary, train, train_ranks
 from torch import nn
 
-from isobatch import checkpoint, freezing
+from isobatch import checkpoint
 from isobatch.batch_norm import learns
 from isobatch.config import load, options
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
+from isobatch.model import freezing
 from isobatch.optimizer import Timm
 
 IMAGES = DataInfo("images", (3, 32, 32), 10)

@@ -1,0 +1,1 @@
+"""What `task=` runs besides training; the plan is planner/."""
