@@ -27,6 +27,7 @@ from isobatch.config import conf_folder, resolved
 from isobatch.distributed import ranks_from_environment
 from isobatch.errors import ConfigError, Stopped
 from isobatch.sweeps import launchers
+from isobatch.sweeps.words import reachable
 
 # Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
 INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint", "model.checkpoint_path")
@@ -128,6 +129,7 @@ def main() -> None:
         if {"--help", "-h"} & set(sys.argv[1:]):
             print(hydra_extras.help_screen(conf_folder(), sys.argv[0]))
             sys.exit(0)
+        sys.argv[1:] = reachable(sys.argv[1:])
         hydra_extras.install(["run", *sys.argv[1:]])
         one_job()
         code = 0 if launchers.all_done() else 1

@@ -256,7 +256,8 @@ def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
     for key in node:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1) or sorted(known)
-            raise ConfigError(prefix + str(key), node[key], f"{cls.__name__} has no such option",
+            what = f"{prefix[:-1]}={node['name']}" if "name" in node else prefix.rstrip(".") or "isobatch"
+            raise ConfigError(prefix + str(key), node[key], f"{what} has no such option",
                               f"did you mean {prefix}{', '.join(near)}")  # fmt: skip
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), dict(node)))

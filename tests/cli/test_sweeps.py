@@ -16,6 +16,7 @@ from harness import BASE, plain, summary, train
 
 from isobatch import sweeps
 from isobatch.errors import ConfigError
+from isobatch.sweeps.words import reachable
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 QUICK = ["model=mlp", "model.width=16", "logger=none", "epochs=null", "steps=3", "threads=1"]
@@ -48,6 +49,13 @@ def test_a_relaunched_sweep_skips_what_is_complete_and_ends_in_a_comparison(tmp_
     changed = launch(tmp_path, "-m", "accumulation=1", "optimizer.lr=0.5", *QUICK, "hydra.sweep.dir=sweep")
     assert changed.returncode == 1
     assert "optimizer.lr=0.5: " in changed.stderr and "holds a job with optimizer.lr=0.002" in changed.stderr
+
+
+def test_options_of_a_swept_choice_reach_it() -> None:
+    words = ["-m", "parallel=ddp,fsdp", "parallel.nproc=2", "+parallel.bucket_mb=3", "optimizer=sgd", "optimizer.lr=0.1,0.2"]
+    assert reachable(words) == ["-m", "parallel=ddp,fsdp", "++parallel.nproc=2", *words[3:]]
+    assert reachable(words[1:]) == words[1:]  # no sweep: Hydra looks where it should
+    assert reachable(["--multirun", "model=glob(*)", "model.freeze=[a,b]"])[2] == "++model.freeze=[a,b]"
 
 
 def test_what_an_earlier_launch_left_decides(tmp_path: Path) -> None:
