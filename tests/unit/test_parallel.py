@@ -13,7 +13,7 @@ from torch import nn
 
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.parallel import DistributedDataParallel
-from isobatch.unused import without_gradient
+from isobatch.parallel.unused import without_gradient
 
 # 7 samples in windows of 5 and 2: with micro 2 the shards of a window hold 2, 2, 1 and then 1, 1 and none
 SAMPLES = torch.tensor([[-1.0, 0.5], [2.0, 1.0], [-3.0, 1.5], [-4.0, 2.0], [-5.0, 2.5], [6.0, 3.0], [-7.0, 3.5]]) / 10
@@ -90,7 +90,7 @@ def test_what_was_chosen_is_said(tmp_path: Path) -> None:
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("isobatch.wrappers")
+        logger = logging.getLogger("isobatch.parallel.wrappers")
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         train(tmp_path, "parallel=ddp", *probe(), "batch.micro=1", ranks=ranks)

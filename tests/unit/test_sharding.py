@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from isobatch import config as configuration
 from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError
+from isobatch.parallel.blocks import choose_blocks, largest_pieces
 from isobatch.precision.scaling import LossScaler
 from isobatch.run import Run
-from isobatch.sharding_blocks import choose_blocks, largest_pieces
 from isobatch.shards import like, whole
 
 DIGITS = (*BASE, "epochs=null", "log_every=1", "batch.effective=40", "batch.micro=8", "model.norm=true", "ema=ema",

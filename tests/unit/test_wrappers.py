@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from isobatch.wrappers import ShardedDataParallel, average_statistics
+from isobatch.parallel.wrappers import ShardedDataParallel, average_statistics
 
 
 def test_running_statistics_are_the_mean_over_the_replicas() -> None:

@@ -58,7 +58,7 @@ class DataParallel(Single):
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
     def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
-        from isobatch.wrappers import ShardedDataParallel
+        from isobatch.parallel.wrappers import ShardedDataParallel
 
         devices = self.lane_devices(device)
         return ShardedDataParallel(model, devices) if len(devices) > 1 else model

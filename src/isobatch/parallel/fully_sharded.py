@@ -95,7 +95,7 @@ class FullySharded(Processes):
     def gathered_bytes(self, model: nn.Module, replicas: int) -> int:
         if replicas == 1:
             return 0
-        from isobatch.sharding_blocks import largest_pieces
+        from isobatch.parallel.blocks import largest_pieces
 
         weights, gradients = largest_pieces(model, self.blocks, self.reshard_after_forward)
         return weights + (gradients if self.reduce_between_micro_steps else sum(
@@ -104,8 +104,8 @@ class FullySharded(Processes):
     def wire(self, model: nn.Module, precision: Any, gradients: int) -> Parts:
         import torch
 
+        from isobatch.parallel.blocks import gathered_pieces
         from isobatch.parallel.wire import Parts
-        from isobatch.sharding_blocks import gathered_pieces
 
         # of the parts, in fp32 for half weights too: one replica, which `gradients` may be counted for, has a half copy
         sent = None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
@@ -123,7 +123,7 @@ class FullySharded(Processes):
     def shard(self, model: nn.Module, average: nn.Module | None, precision: Any, ranks: Ranks, device: torch.device,
               example: Callable[[], Tensor]) -> None:  # fmt: skip
         if ranks.world_size > 1:
-            from isobatch.sharding import fully_sharded
+            from isobatch.parallel.sharding import fully_sharded
 
             dtype = precision.gather_dtype()
             fully_sharded(model, average, self, self._size(ranks), dtype, ranks, device, example())

@@ -98,7 +98,7 @@ class DistributedDataParallel(Processes):
         return ranks.world_size > 1 and self.find_unused_parameters == "auto"
 
     def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
-        from isobatch.wrappers import distributed_data_parallel
+        from isobatch.parallel.wrappers import distributed_data_parallel
 
         if ranks.world_size == 1:
             return model

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from isobatch.batch_norm import tracking_layers
 from isobatch.errors import ConfigError
-from isobatch.sharding_blocks import choose_blocks
-from isobatch.unused import tensors_in, trainable, unnoticed, without_gradient
+from isobatch.parallel.blocks import choose_blocks
+from isobatch.parallel.unused import tensors_in, trainable, unnoticed, without_gradient
 
 if TYPE_CHECKING:
     from isobatch.distributed import Ranks

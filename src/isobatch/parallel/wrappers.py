@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from isobatch.batch_norm import tracking_layers
 from isobatch.errors import JobFailed
-from isobatch.unused import trainable, without_gradient
+from isobatch.parallel.unused import trainable, without_gradient
 
 if TYPE_CHECKING:
     from isobatch.distributed import Ranks
