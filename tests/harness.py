@@ -100,6 +100,8 @@ def train_ranks(world_size: int, folder: Path, *overrides: str, timeout_s: float
 
 def on_ranks(world_size: int, folder: Path, work: Callable[[Ranks], Any], timeout_s: float = 20) -> list[Any]:
     """`work(ranks)` on `world_size` forked processes with a gloo group; returns the results in rank order."""
+    import torch._dynamo  # before the fork: every optimizer imports it, which takes each rank seconds
+
     folder.mkdir(parents=True, exist_ok=True)
     context = mp.get_context("fork")
     results: Any = context.Queue()
@@ -134,12 +136,6 @@ def on_ranks(world_size: int, folder: Path, work: Callable[[Ranks], Any], timeou
             process.kill()
             process.join()
     return [found[rank] for rank in range(world_size)]
-
-
-def preload_fsdp() -> None:
-    """Before ranks are forked: what sharding imports takes each of them seconds, and once is enough."""
-    import torch._dynamo
-    import torch.distributed.fsdp  # noqa: F401
 
 
 def rows(folder: Path, key: str) -> list[Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import on_ranks, plain, preload_fsdp, train
+from harness import on_ranks, plain, train
 from precision_probes import model_of
 from torch import Tensor, nn
 
@@ -87,7 +87,6 @@ CHOICES = {
 
 
 def test_torch_gathers_and_reduces_as_often_as_the_plan_says(tmp_path: Path) -> None:
-    preload_fsdp()
     short = (*SHORT, *model_of("two_blocks", lambda info: Net()))
 
     def work(ranks: Ranks) -> dict[str, tuple[list[int], list[int]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_tools import state_of, training
-from harness import BASE, on_ranks, plain, preload_fsdp, rows, summary, train
+from harness import BASE, on_ranks, plain, rows, summary, train
 from precision_probes import QUIET, SometimesUnused, data_of, model_of
 from torch import Tensor, nn
 
@@ -106,7 +106,6 @@ def test_half_weights_are_gathered_from_fp32_masters(tmp_path: Path, words: tupl
 
 
 def test_an_evaluation_lets_go_of_the_whole_weights(tmp_path: Path) -> None:
-    preload_fsdp()
 
     def work(ranks: Ranks) -> list[bool]:
         words = (*DIGITS, "steps=1", "checkpoint=none", "parallel=fsdp", "parallel.blocks=[]")  # kept till a backward

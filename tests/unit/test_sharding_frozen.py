@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import on_ranks, preload_fsdp, summary, train
+from harness import on_ranks, summary, train
 from precision_probes import model_of
 from torch import Tensor, nn
 
@@ -44,7 +44,6 @@ class Net(nn.Module):
     ("probe", "middle"), pytest.param(("start", "end", "parts"), marks=pytest.mark.slow),
 ], ids="_".join)  # fmt: skip
 def test_what_is_trained_is_trained_as_in_one_process(tmp_path: Path, names: tuple[str, ...]) -> None:
-    preload_fsdp()
     choices = {name: CHOICES[name] for name in names}
     short = (*SHORT, *model_of("frozen_parts", lambda info: Net()))
 
