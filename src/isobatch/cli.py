@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -91,9 +92,15 @@ def plain_config(cfg: DictConfig, cwd: Path) -> dict[str, Any]:
         *groups, key = dotted.split(".")
         node: Any = plain
         for group in groups:
-            node = node.get(group) or {}
-        if isinstance(node.get(key), str) and node[key]:
-            node[key] = str((cwd / Path(node[key]).expanduser()).resolve())
+            node = node.get(group) if isinstance(node, dict) else None  # a text in a group's place is refused later
+        if isinstance(node, dict) and isinstance(node.get(key), str) and node[key]:
+            try:
+                path = (cwd / Path(node[key]).expanduser()).resolve()
+                path.exists()  # raises for what no file system takes, as for a name that is too long
+            except (OSError, RuntimeError, ValueError) as error:
+                problem = getattr(error, "strerror", None) or str(error)
+                raise ConfigError(dotted, node[key][:60], f"is no path: {problem}", f"set {dotted} to a path") from None
+            node[key] = str(path)
     return plain
 
 
@@ -103,7 +110,8 @@ def close_log(run_dir: Path) -> None:
     for handler in list(root.handlers):
         if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == run_dir:
             root.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # a full disk did not take its last lines; the ending still has to be told
+                handler.close()
 
 
 def tell(text: str) -> None:
@@ -115,6 +123,7 @@ def tell(text: str) -> None:
 def main() -> None:
     """Entry point of train.py and of the console script."""
     signal.signal(signal.SIGTERM, _terminated)
+    logging.raiseExceptions = False  # a line that train.log cannot take (disk full) is no reason for a traceback
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # `imports=[my_models]` finds the user's own module from the console script too
     code = 1

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from isobatch.errors import JobFailed
+
 log = logging.getLogger("isobatch")
 
 
@@ -77,8 +79,16 @@ class RunFiles:
             self._losing = True
 
     def summary(self, summary: dict[str, Any]) -> None:
-        if self.is_main:
+        """Raise JobFailed where a completed run cannot say so; of any other ending the reason itself is told."""
+        if not self.is_main:
+            return
+        try:
             write_json(self.folder / "summary.json", summary)
+        except OSError as error:
+            problem = f"{self.folder / 'summary.json'} cannot be written ({error.strerror})"
+            if summary.get("state") == "completed":
+                raise JobFailed(problem) from None
+            log.warning(problem)
 
     def completed(self) -> bool:
         """Whether the folder holds the summary of a run that came to its end."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from isobatch import config as configuration
 from isobatch import hydra_extras
@@ -115,3 +116,13 @@ def test_composing_and_checking_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_input_path_that_no_file_system_takes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.root=a{60}: is no path: File name too long; set data\.root"):
+        plain_config(OmegaConf.create({"data": {"root": 5_000 * "a"}}), tmp_path)
+
+
+def test_a_text_in_the_place_of_a_group_is_left_to_the_groups_own_refusal(tmp_path: Path) -> None:
+    given: dict[str, object] = {"loss": {"name": "distill", "teacher": "runs/first"}, "data": 3}
+    assert plain_config(OmegaConf.create(given), tmp_path) == given

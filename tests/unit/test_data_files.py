@@ -105,6 +105,7 @@ def test_a_missing_folder_is_refused_without_torch(tmp_path: Path) -> None:
      ({"decode": "half"}, "decode"), ({"in_chans": 4}, "in_chans"), ({"mean": [0.5]}, "mean"), ({"std": [0, 1, 1]}, "std"),
      ({"on_error": "ignore"}, "on_error"), ({"num_workers": -1}, "num_workers"), ({"prefetch": 0}, "prefetch"),
      ({"num_workers": 100_000}, "num_workers"), ({"image_size": 100_000}, "image_size"),
+     ({"prefetch": 2**31 - 1}, "prefetch"),
      ({"mean": [float("nan"), 0, 0]}, "mean"),
      ({"std": [1, float("nan"), 1]}, "std"), ({"std": [1e-45, 1, 1]}, "std"), ({"std": [float("inf"), 1, 1]}, "std"),
      ({"eval_size": 2**31 - 1}, "eval_size")],

@@ -10,6 +10,7 @@ import pytest
 
 from isobatch.errors import ConfigError, JobFailed, Stopped
 from isobatch.launch.outcome import BLANK, Folder, Outcome, RankFailed, cause
+from isobatch.run_files import RunFiles
 
 
 def outcome_of(error: BaseException, rank: int = 0) -> Outcome:
@@ -54,6 +55,11 @@ def test_a_missing_summary_is_written_and_the_log_has_the_reason(tmp_path: Path)
     assert (tmp_path / "train.log").read_text() == "stack\nisobatch: rank 1 was killed\n"
 
 
+def test_a_folder_that_is_gone_does_not_hide_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Folder(tmp_path / "gone").settle(Outcome("failed", line="the reason"))
+    assert "gone cannot be written (No such file or directory)" in caplog.text
+
+
 def test_a_summary_of_this_run_is_kept_and_only_its_wrong_cause_corrected(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({"state": "failed", "steps": 7, "error": "connection closed"}))
@@ -70,3 +76,10 @@ def test_a_summary_of_an_earlier_run_does_not_hide_a_failure_but_survives_a_refu
     assert written(tmp_path) == {"state": "completed"}
     Folder(tmp_path).settle(Outcome("failed", line="killed"))
     assert written(tmp_path)["state"] == "failed"
+
+
+def test_a_summary_that_cannot_be_written_hides_no_reason_and_fails_a_completed_run(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "gone", is_main=True)
+    files.summary({"state": "failed"})
+    with pytest.raises(JobFailed, match=r"summary\.json cannot be written \(No such file or directory\)"):
+        files.summary({"state": "completed"})

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.checks import choice, positive
+from isobatch.checks import choice, within
 from isobatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 MOST_WORKERS = 1024
+MOST_AHEAD = 10_000  # batches of one worker; each is asked for before the first one is waited for
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         check_workers(self.num_workers)
-        positive("data.prefetch", self.prefetch)
+        within("data.prefetch", self.prefetch, 1, MOST_AHEAD)
         choice("data.on_error", self.on_error, ("stop", "replace"))
 
 

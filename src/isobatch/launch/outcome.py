@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from isobatch.errors import ConfigError, JobFailed, Stopped
+
+log = logging.getLogger(__name__)
 
 # The keys of design's summary.json; a run that trained fills them itself.
 KEYS = ("state", "steps", "updates", "skipped_steps", "samples", "plan", "final", "best", "weights_sha256", "time")
@@ -114,11 +118,21 @@ class Folder:
         return self.summary.stat().st_mtime_ns if self.summary.exists() else None
 
     def settle(self, outcome: Outcome) -> None:
-        """Leave the reason in train.log and summary.json, whoever died before writing it."""
+        """Leave the reason in train.log and summary.json, whoever died before writing it.
+
+        A folder that is full, gone or read-only is one warning: the reason itself still has to reach the terminal.
+        """
         if outcome.kind == "done":
             return
         if outcome.kind != "stopped":
-            self._log(outcome)
+            try:
+                self._log(outcome)
+            except OSError as error:
+                log.warning("%s cannot be written (%s)", self.path, error.strerror)
+        with suppress(OSError):
+            self._settle_summary(outcome)
+
+    def _settle_summary(self, outcome: Outcome) -> None:
         written = self._stamp() != self._before
         if not written:
             if outcome.kind != "refused" or self._read().get("state") != "completed":
@@ -133,8 +147,8 @@ class Folder:
     def _log(self, outcome: Outcome) -> None:
         text = outcome.trace if outcome.kind == "failed" and outcome.trace else ""
         line = f"isobatch: {outcome.line}"
-        with (self.path / "train.log").open("a", encoding="utf-8") as log:
-            log.write(f"{line}\n" if text.strip() in ("", line) else f"{text.rstrip()}\n{line}\n")
+        with (self.path / "train.log").open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n" if text.strip() in ("", line) else f"{text.rstrip()}\n{line}\n")
 
     def _read(self) -> dict[str, Any]:
         try:
