@@ -160,27 +160,29 @@ def end(running: list[Running]) -> None:
         if one not in local:
             with suppress(Exception):
                 one.job.cancel(check=False)
-    asked, deadline = 0, float("inf")
+    told: set[int] = set()
+    deadline = float("inf")
     while local := [one for one in local if one.job._process.poll() is None]:
         try:
-            if not asked:
-                asked = 1
-                signal_all(local, signal.SIGTERM)
-            if time.monotonic() > deadline:
-                signal_all(local, signal.SIGKILL)
+            for pid in training_processes(local):  # one that is started again meanwhile has not heard it yet
+                if pid not in told or time.monotonic() > deadline:
+                    told.add(pid)
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL if time.monotonic() > deadline else signal.SIGTERM)
             time.sleep(TICK_S)
         except (KeyboardInterrupt, SystemExit):
             deadline = min(deadline, time.monotonic() + HARD_S)
-            signal_all(local, signal.SIGTERM)
+            told.clear()  # the second request
 
 
-def signal_all(running: Sequence[Running], signum: int) -> None:
-    """To the training processes; submitit's own process between ends with them."""
+def training_processes(running: Sequence[Running]) -> list[int]:
+    """Process ids of the jobs' training; submitit's own process between ends with them."""
+    found: list[int] = []
     for one in running:
         children = Path(f"/proc/{one.job._process.pid}/task/{one.job._process.pid}/children")
         with suppress(OSError):
-            for pid in children.read_text().split():
-                os.kill(int(pid), signum)
+            found += map(int, children.read_text().split())
+    return found
 
 
 def tell(text: str) -> None:
