@@ -7,6 +7,9 @@ from typing import Any
 
 from isobatch.errors import ConfigError
 
+# what OmegaConf says of a value of the wrong type -> what it should have been
+KINDS = {"converted to Integer": "no whole number", "converted to Float": "no number", "not a ListConfig": "no list",
+         "to Dict[": "no group of settings", "not a valid bool": "neither true nor false"}  # fmt: skip
 LARGEST = 2**31 - 1  # of a count: what torch and the operating system take
 
 
@@ -30,3 +33,8 @@ def within(key: str, value: float, low: float, high: float) -> None:
     """Raise ConfigError unless low <= value <= high (NaN fails too)."""
     if not low <= value <= high:
         raise ConfigError(key, value, f"is not between {low:g} and {high:g}", f"set {key} into that range")
+
+
+def complaint(text: str) -> str:
+    """OmegaConf's `text` about a value, in words for a person who has not read OmegaConf."""
+    return next((f"is {kind}" for said, kind in KINDS.items() if said in text), text)

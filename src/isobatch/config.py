@@ -35,7 +35,7 @@ from isobatch import (
     scheduler,
 )
 from isobatch.batch_plan import resolve_batch
-from isobatch.checks import choice, positive, within
+from isobatch.checks import choice, complaint, positive, within
 from isobatch.errors import ConfigError
 from isobatch.planner.cost import CostOptions
 
@@ -266,7 +266,7 @@ def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
         value: Any = node
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else value
-        problem = str(error.msg or error).splitlines()[0]
+        problem = complaint(str(error.msg or error).splitlines()[0])
         raise ConfigError(prefix + key, value, problem, "see the comments in conf/ for the values it takes") from None
 
 

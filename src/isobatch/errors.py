@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+LONGEST = 300  # characters of a value that are shown
+
 
 class ConfigError(ValueError):
     """Refused before anything was trained: one line that names the key, the value and a way out. Exit code 2."""
@@ -13,6 +15,7 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, problem: str, way_out: str):
         self.key, self.value, self.problem, self.way_out = key, value, problem, way_out
         shown = "null" if value is None else " ".join(str(value).split())
+        shown = shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
         super().__init__(f"{key}={shown}: {' '.join(problem.split())}; {' '.join(way_out.split())}")
 
     def __reduce__(self):  # the default would rebuild it from the message alone; ranks send it to each other

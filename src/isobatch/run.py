@@ -25,6 +25,7 @@ from isobatch.loop import Loop
 from isobatch.model import freezing
 from isobatch.planner import cost, micro
 from isobatch.planner.preview import Preview, preview, world
+from isobatch.planner.trial import in_words
 from isobatch.randomness import ShardSeeder, seed_everything
 from isobatch.resume import Resume
 from isobatch.run_files import RunFiles
@@ -52,9 +53,10 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
     try:
         run.build()
         run.perform()
-    except BaseException as error:
+    except BaseException as cause:
+        error = in_words(cause)
         run.finish("stopped" if isinstance(error, Stopped) else "failed", error)
-        raise
+        raise error from error.__cause__
     run.finish("completed", None)
     return objective(run)
 

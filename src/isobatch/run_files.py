@@ -16,7 +16,8 @@ log = logging.getLogger("isobatch")
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replace `path` in one move, so that a reader never sees half a file."""
+    """Replace `path` in one move, so that a reader never sees half a file. A folder that somebody deleted is made anew."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
     os.replace(part, path)
@@ -43,6 +44,7 @@ class RunFiles:
 
     def config(self, text: str) -> None:
         if self.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)  # deleted since the start
             (self.folder / "config.yaml").write_text(text, encoding="utf-8")
 
     def plan(self, plan: dict[str, Any]) -> None:

@@ -137,6 +137,12 @@ def test_a_failing_disk_is_one_warning_per_save_and_the_end_says_so(tmp_path: Pa
     assert read(tmp_path).step == 6 and "tmp" not in names(tmp_path)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a disk that is always full, on Linux")
+def test_a_full_disk_is_called_so_although_torch_does_not_say_it() -> None:
+    with pytest.raises(OSError, match="No space left"), layout.HashedFile(Path("/dev/full")) as file:
+        torch.save({"w": torch.zeros(10**6)}, file)  # type: ignore[arg-type]
+
+
 def test_a_folder_deleted_in_mid_run_is_made_anew_with_a_warning(tmp_path: Path, caplog) -> None:
     saver = checkpointer(tmp_path / "run")
     save(saver, 2)

@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from harness import summary, train
 
 from isobatch.errors import ConfigError, JobFailed, Stopped
 from isobatch.launch.outcome import BLANK, Folder, Outcome, RankFailed, cause
+from isobatch.planner.trial import in_words
 from isobatch.run_files import RunFiles
 
 
@@ -57,7 +60,7 @@ def test_a_missing_summary_is_written_and_the_log_has_the_reason(tmp_path: Path)
 
 def test_a_folder_that_is_gone_does_not_hide_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Folder(tmp_path / "gone").settle(Outcome("failed", line="the reason"))
-    assert "gone cannot be written (No such file or directory)" in caplog.text
+    assert "gone cannot be written (Not a directory)" in caplog.text
 
 
 def test_a_summary_of_this_run_is_kept_and_only_its_wrong_cause_corrected(tmp_path: Path) -> None:
@@ -79,7 +82,37 @@ def test_a_summary_of_an_earlier_run_does_not_hide_a_failure_but_survives_a_refu
 
 
 def test_a_summary_that_cannot_be_written_hides_no_reason_and_fails_a_completed_run(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path / "gone", is_main=True)
+    (tmp_path / "file").touch()
+    files = RunFiles(tmp_path / "file" / "run", is_main=True)
     files.summary({"state": "failed"})
     with pytest.raises(JobFailed, match=r"summary\.json cannot be written \(No such file or directory\)"):
         files.summary({"state": "completed"})
+
+
+def test_a_folder_that_was_deleted_is_made_anew(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "gone", is_main=True)
+    files.config("a: 1")
+    files.plan({"world_size": 1})
+    assert sorted(path.name for path in (tmp_path / "gone").iterdir()) == ["config.yaml", "plan.json"]
+
+
+def test_a_long_value_is_shown_short() -> None:
+    assert len(str(ConfigError("data.root", "x" * 3000, "is not there", "set another"))) < 400
+
+
+@pytest.mark.parametrize(("error", "says"), [
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 22500000000 bytes. Error"),
+     "out of memory (21.0 GiB more were wanted); set batch.micro="),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"), "(20.00 MiB more were wanted)"),
+    (MemoryError(), "out of memory; set batch.micro="),
+])  # fmt: skip
+def test_out_of_memory_is_one_line_with_a_way_out(error: BaseException, says: str) -> None:
+    told = in_words(error)
+    assert isinstance(told, JobFailed) and says in str(told)
+    assert in_words(ValueError("x")).args == ("x",)
+
+
+def test_a_run_that_needs_more_memory_than_there_is_fails_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match="GiB more were wanted"):
+        train(tmp_path / "run", "model=mlp", "model.width=3000000", "epochs=null", "steps=1", "logger=none")
+    assert summary(tmp_path / "run")["error"].startswith("out of memory")

@@ -42,9 +42,14 @@ class HashedFile:
 
     def __init__(self, path: Path):
         self.file, self.hash, self.size = path.open("wb"), hashlib.sha256(), 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        self.file.write(data)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
         self.hash.update(data)
         self.size += memoryview(data).nbytes
         return memoryview(data).nbytes
@@ -56,7 +61,11 @@ class HashedFile:
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
-        """Force it to the disk, unless writing it has failed already."""
+        """Force it to the disk, unless writing it has failed already; then it is raised why, which torch does not tell."""
+        if self.failure is not None:
+            with suppress(OSError):
+                self.file.close()
+            raise self.failure
         with suppress(OSError) if kind else nullcontext(), self.file:
             self.file.flush()
             os.fsync(self.file.fileno())

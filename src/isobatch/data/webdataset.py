@@ -148,6 +148,8 @@ def tars_of(root: Path, key: str, pattern: str) -> list[Path]:
                           "mount or copy the tars")  # fmt: skip
     found: list[Path] = []
     missing: list[str] = []
+    if not pattern.strip():
+        raise ConfigError(key, pattern, "names no tar", f"set {key}='train-*.tar' or the like")
     names = list(islice(expanded(pattern), MOST_TARS + 1))
     if len(names) > MOST_TARS:
         raise ConfigError(key, pattern, f"names more than {MOST_TARS} tars", "put more samples into each")

@@ -6,6 +6,7 @@ The model itself, its running statistics and the generators never notice.
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from isobatch.data.device import ToDevice
 from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Samples
+from isobatch.errors import JobFailed
 from isobatch.planner.cost import Measured
 from isobatch.planner.memory import Saved, saved_tensors
 from isobatch.precision.masters import to_fp32
@@ -34,6 +36,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+def in_words(error: BaseException) -> BaseException:
+    """An error of memory as one line with a way out; any other as it is."""
+    if not is_out_of_memory(error):
+        return error
+    wanted = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)
+    more = ""
+    if wanted:  # CUDA says it in MiB or GiB, the CPU in bytes
+        more = f" ({int(wanted[1]) / 2**30:,.1f} GiB" if wanted[2] == "bytes" else f" ({wanted[1]} {wanted[2]}"
+        more += " more were wanted)"
+    return JobFailed(f"out of memory{more}; set batch.micro=auto or to fewer samples, or make the model, its images or the "
+                     "data smaller")  # fmt: skip
 
 
 class Trial:
