@@ -60,7 +60,7 @@ def test_a_missing_summary_is_written_and_the_log_has_the_reason(tmp_path: Path)
 
 def test_a_folder_that_is_gone_does_not_hide_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Folder(tmp_path / "gone").settle(Outcome("failed", line="the reason"))
-    assert "gone cannot be written (Not a directory)" in caplog.text
+    assert "gone cannot be written (No such file or directory)" in caplog.text
 
 
 def test_a_summary_of_this_run_is_kept_and_only_its_wrong_cause_corrected(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_summary_that_cannot_be_written_hides_no_reason_and_fails_a_completed_
     (tmp_path / "file").touch()
     files = RunFiles(tmp_path / "file" / "run", is_main=True)
     files.summary({"state": "failed"})
-    with pytest.raises(JobFailed, match=r"summary\.json cannot be written \(No such file or directory\)"):
+    with pytest.raises(JobFailed, match=r"summary\.json cannot be written \(Not a directory\)"):
         files.summary({"state": "completed"})
 
 
