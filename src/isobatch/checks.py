@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from isobatch.errors import ConfigError
@@ -38,3 +40,18 @@ def within(key: str, value: float, low: float, high: float) -> None:
 def complaint(text: str) -> str:
     """OmegaConf's `text` about a value, in words for a person who has not read OmegaConf."""
     return next((f"is {kind}" for said, kind in KINDS.items() if said in text), text)
+
+
+def way_to_option(prefix: str, key: str, known: Collection[str], table: Mapping[str, Any]) -> str:
+    """What a person may have meant with an option that the choice in use does not have.
+
+    Args:
+        prefix: `parallel.`, empty for the top level. known: the options that there are.
+        table: the group's choices; empty where there is no group. One that has the option is more likely than a slip of a key.
+    """
+    group = prefix.rstrip(".")
+    having = sorted(name for name, cls in table.items() if key in {f.name for f in dataclasses.fields(cls)})
+    if having:
+        return f"leave it out, or set {group}={' or '.join(having)}, which {'has' if len(having) == 1 else 'have'} it"
+    near = difflib.get_close_matches(key, known, n=1) or sorted(known)
+    return f"did you mean {prefix}{', '.join(near)}" if near else "leave it out"

@@ -35,7 +35,7 @@ from isobatch import (
     scheduler,
 )
 from isobatch.batch_plan import resolve_batch
-from isobatch.checks import choice, complaint, positive, within
+from isobatch.checks import choice, complaint, positive, way_to_option, within
 from isobatch.errors import ConfigError
 from isobatch.planner.cost import CostOptions
 
@@ -138,7 +138,7 @@ class Settings:
 
     task: str = "train"
     seed: int = 0
-    epochs: int | None = 20
+    epochs: int | None = 15
     steps: int | None = None
     batch: Any = None  # BatchOptions, SweepOptions and CostOptions: built on their own, since OmegaConf cannot fill a
     sweep: Any = None  # frozen dataclass inside another one
@@ -166,7 +166,7 @@ class Settings:
             raise ConfigError("seed", self.seed, "is not in 0 .. 2^63-1", "set seed=0")
         if (self.epochs is None) == (self.steps is None):
             raise ConfigError("steps", self.steps, f"exactly one of steps and epochs={self.epochs} has to be null",
-                              "set epochs=null steps=1000, or steps=null epochs=20")  # fmt: skip
+                              f"set epochs=null steps={self.steps or 1000} or steps=null epochs=15")  # fmt: skip
         for key in ("epochs", "steps", "log_every", "eval_every", "threads", "max_grad_norm"):
             if getattr(self, key) is not None:
                 positive(key, getattr(self, key))
@@ -212,6 +212,7 @@ def load(plain: Mapping[str, Any]) -> Config:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError("imports", name, f"cannot be imported ({error})",
+                              f"set imports=[{name[:-3]}], the module's name" if name.endswith(".py") else
                               "install the package or put its folder on PYTHONPATH") from None  # fmt: skip
     refuse_interpolations(plain, "")
     scalars = {key: value for key, value in plain.items() if key not in TABLES}
@@ -255,10 +256,9 @@ def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
         raise ConfigError(prefix.rstrip("."), node, "is a group of settings", f"set {prefix}{min(known)} and others in it")
     for key in node:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1) or sorted(known)
             what = f"{prefix[:-1]}={node['name']}" if "name" in node else prefix.rstrip(".") or "isobatch"
             raise ConfigError(prefix + str(key), node[key], f"{what} has no such option",
-                              f"did you mean {prefix}{', '.join(near)}")  # fmt: skip
+                              way_to_option(prefix, str(key), known - {"name"}, TABLES.get(prefix[:-1], {})))  # fmt: skip
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), dict(node)))
     except OmegaConfBaseException as error:

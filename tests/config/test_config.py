@@ -9,8 +9,9 @@ import pytest
 import yaml
 from harness import plain
 
-from isobatch.config import TABLES, Settings, load
+from isobatch.config import TABLES, BatchOptions, Settings, SweepOptions, load
 from isobatch.errors import ConfigError
+from isobatch.planner.cost import CostOptions
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = [p for group in TABLES for p in sorted((CONF / group).glob("*.yaml"))]
@@ -78,7 +79,7 @@ def test_an_experiment_takes_any_plan(experiment: str, plan: str) -> None:
         (["accumulation=-1"], "accumulation", "positive integer"),
         (["accumulation=1.5"], "accumulation", "positive integer"),
         (["accumulation=x"], "accumulation", "positive integer"),
-        (["steps=10"], "steps", "exactly one"),
+        (["steps=10"], "steps", "set epochs=null steps=10 or"),
         (["epochs=null"], "steps", "exactly one"),
         (["epochs=0"], "epochs", "positive"),
         (["task=fly"], "task", "train, evaluate, export, plan"),
@@ -90,6 +91,10 @@ def test_an_experiment_takes_any_plan(experiment: str, plan: str) -> None:
         (["sampler.tail=chop"], "sampler.tail", "keep, drop, pad"),
         (["model.name=resnet"], "model.name", "no such model"),
         (["+model.widht=3"], "model.widht", "no such option"),
+        (["+parallel.nproc=2"], "parallel.nproc", "leave it out, or set parallel=ddp or fsdp, which have it"),
+        (["+parallel.nprocs=2"], "parallel.nprocs", "; leave it out"),
+        (["+optimizer.lrr=1"], "optimizer.lrr", "did you mean optimizer.lr"),
+        (["imports=[no_such_file.py]"], "imports", "set imports=[no_such_file]"),
         (["parallel=ddp", "parallel.devices=[0,0]"], "parallel.devices", "different"),
         (["parallel=ddp", "parallel.nproc=2", "parallel.devices=[0,1,3]"], "parallel.nproc", "3 devices"),
         (["parallel=ddp", "parallel.timeout_s=0"], "parallel.timeout_s", "positive"),
@@ -114,3 +119,13 @@ def test_a_wrong_value_gets_one_line_with_key_value_and_way_out(overrides: list[
     line = str(refusal.value)
     assert line.startswith((f"{key}=", f"{key}.")), line
     assert says in line and "; " in line and "\n" not in line
+
+
+def test_the_top_level_defaults_are_those_of_the_file() -> None:
+    written = plain()
+    for field in dataclasses.fields(Settings):
+        if field.name not in ("batch", "sweep", "cost"):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            assert written[field.name] == default, field.name
+    for name, options in (("batch", BatchOptions), ("sweep", SweepOptions), ("cost", CostOptions)):
+        assert written[name] == dataclasses.asdict(options()), name

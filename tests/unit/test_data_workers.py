@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import random
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from PIL import Image, UnidentifiedImageError
 
 from isobatch.data.base import DataInfo, Split
 from isobatch.data.device import ToDevice
 from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource, choose_workers
-from isobatch.data.samples import Samples, stacked
+from isobatch.data.samples import Samples, stacked, told
 from isobatch.errors import JobFailed
 
 CPU = torch.device("cpu")
@@ -101,6 +103,12 @@ def test_a_sample_that_cannot_be_read_is_named_in_one_line(workers: int) -> None
     line = str(failure.value)
     assert line == "data: sample 5 (/photos/5.jpg) could not be read: OSError: image file is truncated"
     assert "in __getitem__" in str(failure.value.__cause__), "who wrote the dataset sees where"
+
+
+def test_what_is_said_of_a_damaged_image_holds_no_address() -> None:
+    with pytest.raises(UnidentifiedImageError, match="object at 0x") as raised:
+        Image.open(io.BytesIO(b"junk"))
+    assert told(raised.value) == "cannot identify image file"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

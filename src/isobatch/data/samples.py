@@ -6,6 +6,7 @@ reads it, nor on what was read before.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # what decoders raise for damaged files; PIL uses SyntaxError for broken PNG chunks
 UNREADABLE = (OSError, EOFError, SyntaxError, ValueError)
 TRIES = 100
+OBJECT = re.compile(r" <[\w.]+ object at 0x[0-9a-f]+>")  # PIL names the buffer it was given; that tells a person nothing
 
 
 class HostBatch(NamedTuple):
@@ -68,7 +70,7 @@ class Samples:
             return HostBatch(stacked(inputs), stacked(targets), replaced)
         except Exception as error:
             what = "a batch" if index < 0 else self.split.describe(index % len(self))
-            line = f"data: {what} could not be read: {type(error).__name__}: {' '.join(str(error).split())}"
+            line = f"data: {what} could not be read: {type(error).__name__}: {told(error)}"
             return Failure(line, traceback.format_exc())
 
     def isolated(self, request: tuple[int, Sequence[int]]) -> HostBatch | Failure:
@@ -86,10 +88,15 @@ class Samples:
             except UNREADABLE as error:
                 if not self.replaces or k + 1 == min(n, TRIES):
                     raise
-                replaced.append(f"{self.split.describe((index + k) % n)}: {' '.join(str(error).split())}")
+                replaced.append(f"{self.split.describe((index + k) % n)}: {told(error)}")
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise TypeError(f"a dataset has to return (input, target), this one returned {type(sample).__name__}")
         return sample[0], sample[1]
+
+
+def told(error: Exception) -> str:
+    """The error's text in one line."""
+    return OBJECT.sub("", " ".join(str(error).split()))
 
 
 def stacked(values: list[Any]) -> Tensor:

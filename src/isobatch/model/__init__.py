@@ -86,7 +86,8 @@ class Timm(Model):
         except (TypeError, AssertionError, FileNotFoundError, RuntimeError) as error:
             # the default model brings kwargs of its own, which stay when only `arch` is typed anew
             way_out = f"set model=timm model.arch={self.arch} (model.kwargs is {self.kwargs})" if self.kwargs else \
-                "check model.pretrained"  # fmt: skip
+                "set model.pretrained=false, with a file of weights as model.checkpoint_path" if self.pretrained else \
+                "check model.drop_rate and model.drop_path_rate"  # fmt: skip
             raise ConfigError("model.arch", self.arch, f"timm could not build it ({error})", way_out) from None
         if self.small_stem:
             from isobatch.weights import small_stem

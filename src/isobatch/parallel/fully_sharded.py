@@ -29,7 +29,7 @@ class FullySharded(Processes):
 
     Args:
         blocks: what is gathered at a time. `auto`: the items of nn.Sequential and nn.ModuleList (the blocks of a timm
-            model; see sharding.items), the rest of the model in one piece; else module names, `*` for one part of a name
+            model; see blocks.items), the rest of the model in one piece; else module names, `*` for one part of a name
             ([layer1.*, layer2.*]); [] = the model in one piece, which is also the way out for blocks that only some
             samples run.
         reshard_after_forward: let go of a block's whole weights between its forward and its backward (less memory,
