@@ -21,10 +21,10 @@ MOST_CATEGORIES = 2**24  # that torch.multinomial takes
 
 
 @dataclass(frozen=True)
-class Shuffle:
-    """Bit for bit the permutation of torch.utils.data.DistributedSampler(shuffle=True, seed=seed) for that epoch."""
+class Sampler:
+    """What all of them share: the rule for the tail, and epochs as long as the dataset of `n` samples."""
 
-    name: str = "shuffle"
+    name: str = ""
     tail: str = "keep"
 
     def __post_init__(self) -> None:
@@ -32,6 +32,13 @@ class Shuffle:
 
     def order_size(self, n: int) -> int:
         return n
+
+
+@dataclass(frozen=True)
+class Shuffle(Sampler):
+    """Bit for bit the permutation of torch.utils.data.DistributedSampler(shuffle=True, seed=seed) for that epoch."""
+
+    name: str = "shuffle"
 
     def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
@@ -40,17 +47,10 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(Sampler):
     """The dataset's own order, in every epoch."""
 
     name: str = "sequential"
-    tail: str = "keep"
-
-    def __post_init__(self) -> None:
-        choice("sampler.tail", self.tail, TAILS)
-
-    def order_size(self, n: int) -> int:
-        return n
 
     def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
@@ -59,15 +59,14 @@ class Sequential:
 
 
 @dataclass(frozen=True)
-class Weighted:
-    """Drawn with replacement so that every class is equally likely; `samples` a epoch (null: the dataset's size)."""
+class Weighted(Sampler):
+    """Drawn with replacement so that every class is equally likely; `samples` an epoch (null: the dataset's size)."""
 
     name: str = "weighted"
-    tail: str = "keep"
     samples: int | None = None
 
     def __post_init__(self) -> None:
-        choice("sampler.tail", self.tail, TAILS)
+        super().__post_init__()
         if self.samples is not None:
             positive("sampler.samples", self.samples)
 
@@ -93,22 +92,18 @@ class Weighted:
 
 
 @dataclass(frozen=True)
-class Repeated:
+class Repeated(Sampler):
     """Repeated augmentation (Hoffer et al. 2020): each shuffled sample `repeats` times in a row, in one window.
 
     Every epoch reads n/`repeats` different samples, so that an epoch stays n long, as in DeiT's recipe.
     """
 
     name: str = "repeated"
-    tail: str = "keep"
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        choice("sampler.tail", self.tail, TAILS)
+        super().__post_init__()
         positive("sampler.repeats", self.repeats)
-
-    def order_size(self, n: int) -> int:
-        return n
 
     def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
@@ -119,7 +114,7 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Sampler):
     """Shuffled in blocks, for data that is slow to jump about in (tars on a spinning disk or a remote file system).
 
     The blocks of neighbouring samples come in a random order, and the samples of each `mix` blocks in a row are shuffled among
@@ -131,17 +126,13 @@ class Blocks:
     """
 
     name: str = "blocks"
-    tail: str = "keep"
     block: int = 1024
     mix: int = 16
 
     def __post_init__(self) -> None:
-        choice("sampler.tail", self.tail, TAILS)
+        super().__post_init__()
         positive("sampler.block", self.block)
         positive("sampler.mix", self.mix)
-
-    def order_size(self, n: int) -> int:
-        return n
 
     def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
