@@ -115,4 +115,5 @@ class DistributedDataParallel(Processes):
         return float(ranks.world_size)  # DDP divides the sum by the number of ranks
 
     def describe(self, ranks: Ranks, device: torch.device) -> str:
-        return f"DDP over {ranks.world_size} rank(s), {device.type}"
+        more = " (parallel.nproc=N or torchrun starts more)" if ranks.world_size == 1 else ""
+        return f"DDP over {ranks.world_size} rank(s), {device.type}{more}"

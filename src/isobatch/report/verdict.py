@@ -90,7 +90,8 @@ def print_verdicts(verdicts: Sequence[Verdict], tolerance: float, console: Conso
     for heading in ("job", "loss difference", "weight distance", "losses part at", "to the bit", "verdict"):
         table.add_column(heading)
     for v in verdicts:
-        cells = [v.job, show(v.loss_difference), show(v.weight_distance), show(v.parted), "yes" if v.bitwise else "no"]
+        parted = "identical" if v.parted is None and v.loss_difference == 0 else show(v.parted)
+        cells = [v.job, show(v.loss_difference), show(v.weight_distance), parted, "yes" if v.bitwise else "no"]
         table.add_row(*map(Text, cells), Text(v.word, style="bold green" if v.passed else "bold red"))
     console = console or Console()
     console.print(table)
