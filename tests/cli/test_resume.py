@@ -66,8 +66,3 @@ def test_a_run_stopped_by_sigterm_goes_on_with_its_own_settings_on_two_ranks(tmp
     assert (done["steps"], done["plan"]["world_size"], done["plan"]["num_shards"]) == (steps, 2, 2)
     first = (tmp_path / "two/metrics.jsonl").read_text().splitlines()[0]
     assert json.loads(first)["step"] == steps - 2
-
-    code, text = isobatch("task=evaluate", "resume=two", "hydra.run.dir=e", "parallel=single", cwd=tmp_path)
-    assert code == 0, text
-    line = json.loads((tmp_path / "e/metrics.jsonl").read_text())
-    assert line["eval/loss"] == done["final"]["eval/loss"] and line["step"] == steps

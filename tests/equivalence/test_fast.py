@@ -21,7 +21,7 @@ def test_plans_agree_up_to_rounding(tmp_path: Path, model: str, tolerance: float
     expected = torch.tensor(traces(tmp_path, ONE, {"all": made})["all"][0].flat, dtype=torch.float64)
     begin = torch.tensor(traces(tmp_path / "begin", ONE, {"all": {**made, "steps": 1}})["all"][0].flat, dtype=torch.float64)
     assert (expected - begin).abs().max() > 0.01
-    for plan in (DP[0], DDP[0], DDP[1], DDP[2], DDP[5]):
+    for plan in (DP[0], DDP[0], DDP[2], DDP[5]):
         for rank in traces(tmp_path, plan, {"all": made})["all"]:
             distance = (torch.tensor(rank.flat, dtype=torch.float64) - expected).abs().max().item()
             assert distance <= tolerance, plan.name
