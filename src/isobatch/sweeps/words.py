@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from isobatch.config import TABLES
+import yaml
+
+from isobatch.config import TABLES, conf_folder
 from isobatch.resume_words import WORD
 
 SEVERAL = re.compile(r".*,.*|(choice|range|glob|shuffle|sort)\(.*\)", re.DOTALL)
 
 
 def reachable(words: list[str]) -> list[str]:
-    """`words` with `++` before options of a group whose choice is swept: `-m parallel=ddp,fsdp parallel.nproc=2`.
+    """`words` with `++` before options that a swept choice has and the default one has not: `-m parallel=ddp,fsdp
+    parallel.nproc=2`.
 
     Hydra composes a sweep once without what is swept and would look for the option in the default choice, here in vain.
     Whether the choice of a job has the option is checked when that job's config is loaded.
@@ -20,5 +24,18 @@ def reachable(words: list[str]) -> list[str]:
         return words
     found = [(word, WORD.fullmatch(word)) for word in words]
     swept = {m["key"] for _, m in found if m and m["key"] in TABLES and SEVERAL.fullmatch(m["value"])}
-    return [f"++{word}" if m and not m["sign"] and "." in m["key"] and m["key"].split(".")[0] in swept else word
-            for word, m in found]  # fmt: skip
+    known = {group: options_of_default(group) for group in swept}
+
+    def reached(word: str, match: re.Match[str] | None) -> str:
+        group, *option = match["key"].split(".") if match and not match["sign"] else ("",)
+        return f"++{word}" if option and group in swept and option[0] not in known[group] else word
+
+    return [reached(*both) for both in found]
+
+
+def options_of_default(group: str) -> set[str]:
+    """Names of the options that the choice in conf/config.yaml has."""
+    entries: list[Any] = yaml.safe_load((conf_folder() / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    choice = next((entry[group] for entry in entries if isinstance(entry, dict) and group in entry), None)
+    file = conf_folder() / group / f"{choice}.yaml"
+    return set(yaml.safe_load(file.read_text(encoding="utf-8")) or ()) if file.exists() else set()
