@@ -13,7 +13,7 @@ run: $(VENV)/ready  ## train the default (real handwritten digits) in under a mi
 	$(BIN)/python train.py $(ARGS)
 
 test: lint  ## what CI runs
-	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not slow" --durations=40 $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations=40 $(ARGS)
 
 test-all: lint  ## with full matrices, chaos, network namespaces and a browser
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)

@@ -6,6 +6,7 @@ jobs and ends with 1 if one of them did not end well.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -122,6 +123,7 @@ def tell(text: str) -> None:
 
 def main() -> None:
     """Entry point of train.py and of the console script."""
+    gc.disable()  # a start makes a million objects and no garbage: searching them is a sixth of it; run.py enables it again
     signal.signal(signal.SIGTERM, _terminated)
     logging.raiseExceptions = False  # a line that train.log cannot take (disk full) is no reason for a traceback
     if "" not in sys.path and os.getcwd() not in sys.path:

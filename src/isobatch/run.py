@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
     run = Run(config, run_dir, ranks)
     try:
         run.build()
+        gc.enable()  # off since the start of the program: see cli.main
         run.perform()
     except BaseException as cause:
         error = in_words(cause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -71,6 +72,15 @@ def test_what_an_earlier_launch_left_decides(tmp_path: Path) -> None:
     assert sweeps.earlier(config, tmp_path)[0] == "go on"
     with pytest.raises(ConfigError, match="seed=7"):
         sweeps.earlier({**config, "seed": 7}, tmp_path)
+
+
+def test_training_has_the_garbage_collector_that_the_start_does_without(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        train(tmp_path, *BASE, "epochs=null", "steps=1")
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def traces() -> dict[str, object]:

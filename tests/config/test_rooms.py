@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def room(path: Path) -> str:
     return relative.parts[0].removesuffix(".py")
 
 
+@cache
 def imports(path: Path, top_level_only: bool = False) -> set[str]:
     """Modules that a file imports when it runs; what only a type checker reads is left out."""
     found: set[str] = set()

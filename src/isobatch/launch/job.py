@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import signal
@@ -37,6 +38,8 @@ def execute(plain: dict[str, Any], run_dir: Path, ranks: Ranks, store: Callable[
     with STOP.installed(from_terminal=own_terminal, quiet=not (own_terminal and ranks.is_main)):
         try:
             run_job = load_target(target)
+            if not gc.isenabled():  # the first job: what imports have made stays, and need never be searched
+                gc.freeze()
             if store is None:
                 outcome = Outcome("done", run_job(plain, run_dir, ranks))
             else:

@@ -42,7 +42,7 @@ def run_ranks(plain: dict[str, Any], run_dir: Path, count: int, environ: dict[st
     meeting = Path(tempfile.mkdtemp(prefix="isobatch-"))
     timeout_s = float(plain["parallel"].get("timeout_s") or 600)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([target.partition(":")[0], *imports])
+    context.set_forkserver_preload(["isobatch.launch.quick", target.partition(":")[0], *imports])
     ranks = [Ranks(rank, count, rank, count) for rank in range(count)]
     workers = [
         context.Process(target=_work, args=(plain, run_dir, mine, meeting, environ, target), name=f"rank {mine.rank}")
