@@ -56,9 +56,11 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
         gc.enable()  # off since the start of the program: see cli.main
         run.perform()
     except BaseException as cause:
-        error = in_words(cause)
+        error = in_words(cause, ranks.rank)
         run.finish("stopped" if isinstance(error, Stopped) else "failed", error)
-        raise error from error.__cause__
+        if error is cause:
+            raise
+        raise error from None
     run.finish("completed", None)
     return objective(run)
 

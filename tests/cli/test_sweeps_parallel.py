@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import launching
 import pytest
@@ -19,6 +21,7 @@ from omegaconf import OmegaConf
 from isobatch.config import conf_folder
 from isobatch.errors import ConfigError
 from isobatch.sweeps import launchers, slots
+from isobatch.sweeps.submitted import Running, end
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install 'isobatch[slurm]'")
 
@@ -129,6 +132,18 @@ def test_a_warned_job_queues_again_and_goes_on_and_ctrl_c_ends_all(tmp_path: Pat
     assert not (tmp_path / "sweep" / "2").exists()
     told = "".join(p.read_text() for p in (tmp_path / "sweep" / ".submitit").rglob("*.err"))
     assert f"job {again} goes on from its last checkpoint" in told
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are read from /proc")
+def test_a_job_that_is_being_started_again_hears_of_the_end_too() -> None:
+    """The shell stands for submitit's process, which starts a training anew when the first one has left."""
+    shell = subprocess.Popen(["sh", "-c", "sleep 60; sleep 60; true"])
+    began = time.monotonic()
+    try:
+        end([Running(0, [], None, SimpleNamespace(_process=shell))])
+        assert shell.poll() is not None and time.monotonic() - began < 30
+    finally:
+        shell.kill()
 
 
 def test_slots_are_equal_and_disjoint(monkeypatch: pytest.MonkeyPatch) -> None:

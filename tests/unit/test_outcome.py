@@ -28,6 +28,7 @@ def test_an_outcome_raises_on_the_other_side_what_it_was_made_of() -> None:
         outcome_of(ConfigError("model.arch", None, "no such model", "try resnet50")).raise_unless_done()
     with pytest.raises(Stopped) as stopped:
         outcome_of(Stopped(15)).raise_unless_done()
+    assert str(Stopped(15)) == "stopped by SIGTERM"
     assert stopped.value.exit_code == 143
     with pytest.raises(RankFailed) as failed:
         outcome_of(ZeroDivisionError("one\nline"), rank=3).raise_unless_done()
@@ -107,9 +108,11 @@ def test_a_long_value_is_shown_short() -> None:
     (MemoryError(), "out of memory; set batch.micro="),
 ])  # fmt: skip
 def test_out_of_memory_is_one_line_with_a_way_out(error: BaseException, says: str) -> None:
-    told = in_words(error)
+    told = in_words(error, 0)
     assert isinstance(told, JobFailed) and says in str(told)
-    assert in_words(ValueError("x")).args == ("x",)
+    assert str(in_words(error, 2)) == f"rank 2: {told}"
+    other = ValueError("x")
+    assert in_words(other, 2) is other
 
 
 def test_a_run_that_needs_more_memory_than_there_is_fails_in_one_line(tmp_path: Path) -> None:

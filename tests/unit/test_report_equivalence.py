@@ -106,6 +106,7 @@ def test_verdicts(tmp_path: Path) -> None:
     print_verdicts(verdicts, 1e-3, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("PASS") == 3 and text.count("FAIL") == 4 and "within 0.001" in text
+    assert text.count("identical") == 5  # losses of all but 2 and 4
 
 
 def test_two_runs_that_end_in_nan_are_not_called_equivalent(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
-def in_words(error: BaseException) -> BaseException:
-    """An error of memory as one line with a way out; any other as it is."""
+def in_words(error: BaseException, rank: int) -> BaseException:
+    """An error of memory as one line with a way out, which names every rank but the main one; any other as it is."""
     if not is_out_of_memory(error):
         return error
     wanted = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)
@@ -47,8 +47,9 @@ def in_words(error: BaseException) -> BaseException:
     if wanted:  # CUDA says it in MiB or GiB, the CPU in bytes
         more = f" ({int(wanted[1]) / 2**30:,.1f} GiB" if wanted[2] == "bytes" else f" ({wanted[1]} {wanted[2]}"
         more += " more were wanted)"
-    return JobFailed(f"out of memory{more}; set batch.micro=auto or to fewer samples, or make the model, its images or the "
-                     "data smaller")  # fmt: skip
+    where = f"rank {rank}: " if rank else ""
+    return JobFailed(f"{where}out of memory{more}; set batch.micro=auto or to fewer samples, or make the model, its images or "
+                     "the data smaller")  # fmt: skip
 
 
 class Trial:
