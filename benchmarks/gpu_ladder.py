@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 
-from isobatch import config, hydra_extras, loop, run
-from isobatch.distributed import Ranks
+from isobatch import config, hydra_patches, run
+from isobatch.runtime.distributed import Ranks
+from isobatch.train import loop
 
 LEVELS = ("fp32", "tf32", "amp", "bf16", "O2", "bf16_pure", "O3")  # O0 is fp32, O1 is amp
 COMPILED = ("fp32", "amp", "bf16", "O2")
@@ -33,7 +34,7 @@ BASE = (
 
 
 def plain(words: list[str]) -> dict[str, Any]:
-    hydra_extras.install(["run", *words])
+    hydra_patches.install(["run", *words])
     with initialize_config_dir(str(config.conf_folder()), version_base="1.3"):
         return config.resolved(compose("config", overrides=words))
 

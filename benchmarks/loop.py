@@ -25,9 +25,9 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
 from isobatch import config as configuration
-from isobatch import hydra_extras
-from isobatch.distributed import Ranks
+from isobatch import hydra_patches
 from isobatch.run import Run
+from isobatch.runtime.distributed import Ranks
 
 QUIET = ["logger=none", "threads=1", "scheduler=constant", "log_every=1000000", "optimizer=sgd", "optimizer.lr=0.001",
          "epochs=null", "steps=1000000"]  # fmt: skip
@@ -38,7 +38,7 @@ TOY = ["model=mlp", "model.width=64", "data=synthetic", "data.image_size=8", "da
 
 def isobatch_loop(overrides: list[str], ranks: Ranks, folder: Path) -> tuple[Any, Callable[[int], None]]:
     """The framework's own Loop, without evaluation and saving; returns it and `advance(steps)`."""
-    hydra_extras.install(["run", *overrides])
+    hydra_patches.install(["run", *overrides])
     with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
         plain = configuration.resolved(compose("config", overrides=[*QUIET, *overrides]))
     run = Run(configuration.load(plain), folder, ranks)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from loop import isobatch_loop
 
-from isobatch.distributed import Ranks
+from isobatch.runtime.distributed import Ranks
 
 REDUCTIONS = {"fast": ["reduction=fast"], "tree": ["reduction=exact", "reduction.method=tree"],
               "bin64": ["reduction=exact", "reduction.method=bin64"]}  # fmt: skip

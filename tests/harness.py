@@ -20,10 +20,11 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
 from isobatch import config as configuration
-from isobatch import data, hydra_extras, loop, run
+from isobatch import data, hydra_patches, run
 from isobatch.data import DataInfo, Split, Splits
-from isobatch.distributed import Ranks
-from isobatch.shards import whole
+from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.dtensor import whole
+from isobatch.train import loop
 
 TIME_LIMIT_S = 100.0  # of anything that runs several ranks: a hang is a failure
 # small, quiet and quick; every test adds what it is about
@@ -37,7 +38,7 @@ def plain(*overrides: str) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)  # composing takes as long as a small training
 def _composed(*overrides: str) -> dict[str, Any]:
-    hydra_extras.install(["run", *overrides])
+    hydra_patches.install(["run", *overrides])
     with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
         return configuration.resolved(compose("config", overrides=list(overrides)))
 

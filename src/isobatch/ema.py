@@ -44,7 +44,7 @@ class Ema:
     def build(self, model: nn.Module) -> Any:
         import torch
 
-        from isobatch.timm_alone import timm
+        from isobatch.runtime.timm_import import timm
 
         # in half (O3) an average with decay 0.999 would stand still: a thousandth is below the resolution
         half = any(p.dtype.itemsize == 2 for p in model.parameters())

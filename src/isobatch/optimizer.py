@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive, within
 from isobatch.errors import ConfigError
-from isobatch.shards import is_sharded
+from isobatch.runtime.dtensor import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ class Timm:
         return optimizer
 
     def _timm(self, model: nn.Module, name: str, lr: float, extra: dict[str, Any]) -> torch.optim.Optimizer:
-        from isobatch.timm_alone import timm
+        from isobatch.runtime.timm_import import timm
 
         optim = timm.optim
         if name.split("_")[-1] not in optim.list_optimizers():

@@ -9,32 +9,35 @@ from typing import Any
 
 import torch
 
-from isobatch import batch_norm, hardware, plan_notes, teacher
 from isobatch import config as configuration
 from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import Console, make_console
 from isobatch.data import Split, Splits
 from isobatch.data.feed import Feed, Source, example, make_source
-from isobatch.distributed import Ranks, choose_device
 from isobatch.errors import ConfigError, Stopped
-from isobatch.evaluate import Evaluator
-from isobatch.fingerprint import Fingerprint
+from isobatch.evaluate.evaluator import Evaluator
 from isobatch.launch.signals import STOP
 from isobatch.logger import Logger, RunInfo
-from isobatch.loop import Loop
 from isobatch.model import freezing
 from isobatch.planner import cost, micro
+from isobatch.planner import notes as plan_notes
 from isobatch.planner.preview import Preview, preview, world
 from isobatch.planner.trial import in_words
-from isobatch.randomness import ShardSeeder, seed_everything
-from isobatch.resume import Resume
-from isobatch.run_files import RunFiles
+from isobatch.resume import saved_model
+from isobatch.resume.start import Resume
+from isobatch.run_folder.files import RunFiles
+from isobatch.run_folder.fingerprint import Fingerprint
+from isobatch.run_folder.summary import summarize
+from isobatch.runtime import hardware
+from isobatch.runtime.distributed import Ranks, choose_device
+from isobatch.runtime.randomness import ShardSeeder, seed_everything
 from isobatch.scheduler import Schedule
-from isobatch.state import TrainState
-from isobatch.step import Parts
-from isobatch.summary import summarize
 from isobatch.tasks import evaluation, export
+from isobatch.train import batch_norm
+from isobatch.train.loop import Loop
+from isobatch.train.state import TrainState
+from isobatch.train.step import Parts
 
 
 def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
@@ -150,7 +153,7 @@ class Run:
         average = config.ema.build(model)
         prepare = config.loss.prepare(
             config.augment.batch_transform(splits.info, config.seed),
-            lambda chosen: teacher.build(chosen, splits.info, device), config.precision, device, config.seed,
+            lambda chosen: saved_model.build(chosen, splits.info, device), config.precision, device, config.seed,
         )  # fmt: skip
         config.parallel.shard(model, average and average.module, config.precision, ranks, device,
                               lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip

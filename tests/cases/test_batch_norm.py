@@ -12,7 +12,7 @@ from harness import mean_probe, on_ranks, train
 from precision_probes import PLAIN_SGD, QUIET, data_of, model_of
 from torch import Tensor, nn
 
-from isobatch.distributed import Ranks
+from isobatch.runtime.distributed import Ranks
 
 
 class Norm(nn.Module):

@@ -18,9 +18,9 @@ from checkpoint_tools import cut, digest, rewrite, same, state_of, train_and_sto
 from harness import BASE, mean_probe, on_ranks, rows, summary, train
 from precision_probes import QUIET, data_of, model_of
 
-from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError
-from isobatch.evaluate import Evaluator
+from isobatch.evaluate.evaluator import Evaluator
+from isobatch.runtime.distributed import Ranks
 
 IDS = [float(i) for i in range(12)]
 DIGITS = (*BASE, "epochs=null", "log_every=1")

@@ -13,9 +13,9 @@ from torch import nn
 from isobatch.data import Split
 from isobatch.data.device import ToDevice
 from isobatch.data.feed import TensorSource
-from isobatch.distributed import Ranks
-from isobatch.evaluate import Evaluator
+from isobatch.evaluate.evaluator import Evaluator
 from isobatch.precision import Full
+from isobatch.runtime.distributed import Ranks
 
 
 def evaluate(right: list[bool], batch_size: int, ranks: Ranks) -> dict[str, float]:

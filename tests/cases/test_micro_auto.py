@@ -11,10 +11,10 @@ import torch.distributed as dist
 from harness import BASE, plain, summary, train, train_ranks
 
 from isobatch import run
-from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError
 from isobatch.model import MLP
-from isobatch.planner import memory
+from isobatch.planner import estimate
+from isobatch.runtime.distributed import Ranks
 
 AUTO = (*BASE, "batch.effective=48", "batch.micro=auto", "epochs=null", "steps=2", "log_every=1")
 BUILD = MLP.build
@@ -102,13 +102,13 @@ def test_a_given_accumulation_is_kept_or_refused(tmp_path: Path, monkeypatch) ->
 
 def test_on_a_cpu_a_limit_is_assumed_and_said(tmp_path: Path, monkeypatch, capsys) -> None:
     words = (*AUTO, "model.width=512", "model.depth=4", "batch.effective=1024")
-    monkeypatch.setattr(memory, "available_bytes", lambda: 15 * memory.MB)
+    monkeypatch.setattr(estimate, "available_bytes", lambda: 15 * estimate.MB)
     train(tmp_path, *words, "task=plan")
     assert 1 < plan_of(tmp_path)["micro_batch"] < 512
     said = capsys.readouterr().out
     assert "assumed to have 80 %" in said and "12 MB" in said
     monkeypatch.undo()
-    assert memory.available_bytes() > 50 * memory.MB
+    assert estimate.available_bytes() > 50 * estimate.MB
 
 
 def test_another_error_is_not_taken_for_a_lack_of_memory(tmp_path: Path, monkeypatch) -> None:

@@ -12,7 +12,7 @@ from precision_probes import PLAIN_SGD, QUIET, ConvNorm, Scaled, data_of, model_
 
 from isobatch import checkpoint
 from isobatch.errors import JobFailed
-from isobatch.state import weights_sha256
+from isobatch.train.state import weights_sha256
 
 BAD = 1e20  # as a target: its squared error leaves the range of fp32, its gradient that of fp16
 FP16 = ("precision=amp", "precision.dtype=float16", "precision.loss_scale=1024")

@@ -9,9 +9,9 @@ if __name__ == "__main__":
     from pathlib import Path
     from typing import Any
 
-    from isobatch import loop
     from isobatch.checkpoint import saving
-    from isobatch.cli import main
+    from isobatch.cli.command import main
+    from isobatch.train import loop
 
     train_step, hash_of = loop.train_step, saving.hash_of
 

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError, Stopped
 from isobatch.launch import STOP
+from isobatch.runtime.distributed import Ranks
 
 log = logging.getLogger("standin")
 

@@ -6,7 +6,7 @@ if __name__ == "__main__":
     import time
 
     from isobatch import launch
-    from isobatch.cli import main
+    from isobatch.cli.command import main
 
     if "STANDIN_LATE" in os.environ:
         time.sleep(float(os.environ["STANDIN_LATE"]) * int(os.environ.get("RANK", "0")))

@@ -16,8 +16,8 @@ import torch
 from harness import BASE, plain, summary, train
 
 from isobatch import sweeps
+from isobatch.cli.swept_overrides import reachable
 from isobatch.errors import ConfigError
-from isobatch.sweeps.words import reachable
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 QUICK = ["model=mlp", "model.width=16", "logger=none", "epochs=null", "steps=3", "threads=1"]

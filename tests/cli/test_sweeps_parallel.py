@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from isobatch.config import conf_folder
 from isobatch.errors import ConfigError
 from isobatch.sweeps import launchers, slots
-from isobatch.sweeps.submitted import Running, end
+from isobatch.sweeps.submitit_launcher import Running, end
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install 'isobatch[slurm]'")
 

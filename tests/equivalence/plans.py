@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from isobatch import config as configuration
 from isobatch import model as models
 from isobatch.data import DataInfo
-from isobatch.distributed import Ranks
 from isobatch.run import Run
-from isobatch.shards import whole, whole_tree
-from isobatch.state import weights_sha256
+from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.dtensor import whole, whole_tree
+from isobatch.train.state import weights_sha256
 
 
 @dataclass(frozen=True)

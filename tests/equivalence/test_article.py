@@ -9,7 +9,7 @@ import torch
 from harness import on_ranks, rows, train, train_ranks
 from torch.utils.data import DataLoader, DistributedSampler
 
-from isobatch.distributed import Ranks
+from isobatch.runtime.distributed import Ranks
 
 TWO = [0.857581, 0.790217, 0.843213, 0.886188]
 THREE = [0.883654, 0.835148, 0.880524, 0.912118]

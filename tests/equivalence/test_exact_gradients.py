@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from isobatch import config as configuration
 from isobatch import model as models
 from isobatch.data import DataInfo
-from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError
 from isobatch.run import Run
+from isobatch.runtime.distributed import Ranks
 
 METHODS = pytest.mark.parametrize("method", ["tree", "bin64"])
 

@@ -10,8 +10,8 @@ import torch
 from harness import on_ranks
 from plans import DDP, DP, ONE, job, on_plan, trace, traces
 
-from isobatch.distributed import Ranks
 from isobatch.parallel import wrappers
+from isobatch.runtime.distributed import Ranks
 
 
 @pytest.mark.parametrize(("model", "tolerance", "steps"), [("equivalence_float64", 1e-12, 20), ("equivalence_plain", 1e-5, 50)])

@@ -11,9 +11,10 @@ import torch
 from harness import mean_probe, train
 from plans import DDP, ONE, differences, job, traces
 
-from isobatch import batch_norm, randomness
 from isobatch.data import feed
 from isobatch.reduction import exact
+from isobatch.runtime import randomness
+from isobatch.train import batch_norm
 
 EXACT = ("reduction=exact", "optimizer=sgd", "optimizer.lr=0.05", "steps=5", "eval_every=5")
 

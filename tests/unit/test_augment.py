@@ -21,7 +21,7 @@ from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Samples
 from isobatch.errors import ConfigError
-from isobatch.randomness import seed_sample
+from isobatch.runtime.randomness import seed_sample
 
 EVERYTHING = {"flip": 0.5, "erase": 1.0, "color_jitter": 0.4}
 RECIPES = ["simple", "randaugment", "autoaugment", "augmix"]

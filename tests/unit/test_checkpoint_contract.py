@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from harness import plain
 
+from isobatch.cli.saved_overrides import KNOWN, NEVER, expand, quoted
 from isobatch.config import Settings
-from isobatch.contract import FREE, differences, shown
 from isobatch.errors import ConfigError
-from isobatch.resume_words import KNOWN, NEVER, expand, quoted
+from isobatch.resume.contract import FREE, differences, shown
 
 
 def changed(*words: str, base: tuple[str, ...] = ()) -> list[str]:

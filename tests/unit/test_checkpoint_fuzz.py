@@ -20,8 +20,8 @@ from checkpoint_tools import reseal, rewrite
 from harness import mean_probe, plain
 
 from isobatch import run
-from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError, JobFailed
+from isobatch.runtime.distributed import Ranks
 
 COUNT = int(os.environ.get("ISOBATCH_FUZZ", "40"))
 NAMES = ("state.pt", "model.safetensors", "manifest.json")

@@ -11,9 +11,9 @@ import torch
 from checkpoint_tools import cut, digest, rewrite, same, state_of, train_and_stop, training
 from harness import BASE, on_ranks, rows, summary, train
 
-from isobatch import loop
 from isobatch.errors import ConfigError, JobFailed
-from isobatch.evaluate import Evaluator
+from isobatch.evaluate.evaluator import Evaluator
+from isobatch.train import loop
 
 # everything that has a state: momentum, batch norm, dropout, EMA, a schedule with warmup, a growing loss scale
 RICH = (

@@ -19,8 +19,8 @@ from isobatch.checkpoint import Checkpoint, NoCheckpoint, load, read
 from isobatch.checkpoint import folder as layout
 from isobatch.checkpoint.saving import SAVE_NOW, Checkpointer
 from isobatch.checkpoint.snapshot import Snapshot
-from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError, JobFailed
+from isobatch.runtime.distributed import Ranks
 
 ABOUT: dict[str, Any] = {"config": {"seed": 0}, "plan": {"steps": 8}, "identity": {"torch": torch.__version__}}
 

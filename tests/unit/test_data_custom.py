@@ -118,7 +118,7 @@ def test_a_dataset_function_gives_two_splits_and_what_a_model_needs() -> None:
 
 def test_the_example_trains_with_its_own_model_data_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from isobatch import run
-    from isobatch.distributed import Ranks
+    from isobatch.runtime.distributed import Ranks
 
     monkeypatch.syspath_prepend(str(EXAMPLE))
     sys.modules.pop("parts", None)

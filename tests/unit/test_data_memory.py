@@ -12,7 +12,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from isobatch.config import options
-from isobatch.data.memory import read_digits
+from isobatch.data.in_memory import read_digits
 from isobatch.errors import ConfigError
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from isobatch.distributed import Ranks, choose_backend, device_name, ranks_from_environment
 from isobatch.errors import ConfigError
 from isobatch.launch import check_joined, devices
+from isobatch.runtime.distributed import Ranks, choose_backend, device_name, ranks_from_environment
 
 
 def test_the_local_rank_decides_the_device() -> None:

@@ -11,12 +11,12 @@ from harness import plain, summary, train, train_ranks
 from torch import nn
 
 from isobatch import checkpoint
-from isobatch.batch_norm import learns
 from isobatch.config import load, options
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
 from isobatch.model import freezing
 from isobatch.optimizer import Timm
+from isobatch.train.batch_norm import learns
 
 IMAGES = DataInfo("images", (3, 32, 32), 10)
 SHORT = ("logger=none", "threads=1", "data=synthetic", "data.samples=64", "data.eval_samples=16", "data.image_size=16",

@@ -14,9 +14,9 @@ from harness import BASE, plain, train
 
 from isobatch import config as configuration
 from isobatch.batch_plan import resolve_batch
-from isobatch.distributed import Ranks
-from isobatch.launch import memory
-from isobatch.resume import Resume
+from isobatch.launch import last_folder
+from isobatch.resume.start import Resume
+from isobatch.runtime.distributed import Ranks
 
 BATCH = (*BASE, "data=synthetic", "data.image_size=4", "batch.effective=12", "epochs=null", "steps=2")
 
@@ -29,27 +29,27 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_the_folder_is_remembered_per_agent_and_dead_agents_are_forgotten(under_torchrun: Path) -> None:
-    assert memory.recall() == {}
-    memory.remember({"outputs": "outputs/a"})
+    assert last_folder.recall() == {}
+    last_folder.remember({"outputs": "outputs/a"})
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     stale = under_torchrun / f"{gone.stdout.strip()}-12-id.json"
     stale.write_text("{}")
-    memory.remember({"multirun": "multirun/b"})
-    assert memory.recall() == {"outputs": "outputs/a", "multirun": "multirun/b"}
+    last_folder.remember({"multirun": "multirun/b"})
+    assert last_folder.recall() == {"outputs": "outputs/a", "multirun": "multirun/b"}
     assert not stale.exists()
     (kept,) = under_torchrun.iterdir()
     assert kept.name.startswith(f"{os.getppid()}-")
 
 
 def test_a_folder_that_others_can_write_to_chooses_nothing(under_torchrun: Path) -> None:
-    memory.remember({"outputs": "outputs/a"})
+    last_folder.remember({"outputs": "outputs/a"})
     under_torchrun.chmod(0o777)
-    assert memory.recall() == {}
+    assert last_folder.recall() == {}
 
 
 def test_without_torchrun_nothing_is_kept(under_torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    memory.remember({"outputs": "outputs/a"})
+    last_folder.remember({"outputs": "outputs/a"})
     assert not under_torchrun.exists()
 
 

@@ -13,7 +13,7 @@ from harness import summary, train
 from isobatch.errors import ConfigError, JobFailed, Stopped
 from isobatch.launch.outcome import BLANK, Folder, Outcome, RankFailed, cause
 from isobatch.planner.trial import in_words
-from isobatch.run_files import RunFiles
+from isobatch.run_folder.files import RunFiles
 
 
 def outcome_of(error: BaseException, rank: int = 0) -> Outcome:

@@ -13,14 +13,14 @@ from harness import BASE, plain
 from isobatch import launch
 from isobatch.batch_plan import Batch, resolve_batch
 from isobatch.config import load
-from isobatch.distributed import Ranks
 from isobatch.parallel.wire import WholeGradients
-from isobatch.planner import cost, memory, micro
-from isobatch.planner.memory import MB, Saved
+from isobatch.planner import cost, estimate, micro
+from isobatch.planner.estimate import MB, Saved
 from isobatch.planner.preview import AbsentRanks, preview, world
 from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.run import Run
-from isobatch.step import train_step
+from isobatch.runtime.distributed import Ranks
+from isobatch.train.step import train_step
 
 IMAGES = ("logger=none", "threads=1", "data=synthetic", "data.image_size=64", "data.samples=64", "data.eval_samples=4",
           "checkpoint=none")  # fmt: skip
@@ -66,31 +66,31 @@ def test_the_estimate_is_within_15_percent_of_what_the_allocator_sees(tmp_path: 
     net = config.model.build(splits.info)
     found = preview(config, net, splits, Batch(32, micro_batch, 1), torch.device("cpu"))
     run = built(tmp_path, *words)
-    before = memory.nbytes(memory.state_of(net)) * (2 if "ema=ema" in words else 1)
+    before = estimate.nbytes(estimate.state_of(net)) * (2 if "ema=ema" in words else 1)
     state = run.loop.state.optimizer.state.values()  # fused SGD has its momentum from the start
-    before += memory.nbytes(t for entry in state for t in memory._tensors(entry))
+    before += estimate.nbytes(t for entry in state for t in estimate._tensors(entry))
     measured = (before + allocated_at_peak(run, 2)) / MB
-    estimate = found.record["memory_mb"]["peak"]
-    print(f"{words[-3:]}: estimate {estimate:.1f} MB, measured {measured:.1f} MB, {estimate / measured - 1:+.1%}")
-    assert estimate == pytest.approx(measured, rel=0.15)
+    estimated = found.record["memory_mb"]["peak"]
+    print(f"{words[-3:]}: estimate {estimated:.1f} MB, measured {measured:.1f} MB, {estimated / measured - 1:+.1%}")
+    assert estimated == pytest.approx(measured, rel=0.15)
 
 
 def test_the_peak_of_a_backward_worked_out_by_hand() -> None:
     saved = [Saved(100, 0), Saved(0, 8), Saved(60, 0), Saved(0, 2)]
     # after the forward 160 + the last window's 10; at the end of backward step 3: 160 + 60 flowing + 2 = 222;
     # step 2: 160 + 60 + 2 = 222; step 1: 100 + (100 + 60) + 10 = 270; step 0: 100 + 100 + 10
-    assert memory.peak(saved, 10, all_gradients=False) == 270
+    assert estimate.peak(saved, 10, all_gradients=False) == 270
     # with accumulation the old gradient is there beside each new one: step 1 has 100 + 160 + 10 + 8
-    assert memory.peak(saved, 10, all_gradients=True) == 278
-    assert memory.peak([Saved(100, 0), Saved(0, 8, 8), Saved(60, 0)], 10, all_gradients=True) == 286
-    assert memory.peak([Saved(5, 0)], 1000, all_gradients=False) == 1005
+    assert estimate.peak(saved, 10, all_gradients=True) == 278
+    assert estimate.peak([Saved(100, 0), Saved(0, 8, 8), Saved(60, 0)], 10, all_gradients=True) == 286
+    assert estimate.peak([Saved(5, 0)], 1000, all_gradients=False) == 1005
 
 
 def test_resident_memory_by_optimizer_and_precision() -> None:
-    def of(*words: str) -> memory.Resident:
+    def of(*words: str) -> estimate.Resident:
         config = load(plain(*BASE, "model.norm=true", *words))
         model = config.model.build(config.data.load(None, 0).info)
-        found = memory.resident(config, model, Batch(48, 6, 1))
+        found = estimate.resident(config, model, Batch(48, 6, 1))
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert all(p.grad is None for p in model.parameters())
         return found
@@ -213,6 +213,6 @@ def test_the_estimate_on_cuda(tmp_path: Path) -> None:
     torch.cuda.reset_peak_memory_stats()
     for data in run.loop.feed.windows(0, 2):
         train_step(run.loop.state, run.loop.parts, data)
-    net = memory.nbytes(memory.state_of(run.loop.state.model))
+    net = estimate.nbytes(estimate.state_of(run.loop.state.model))
     assert found.record["memory_mb"]["peak"] == pytest.approx(
         (torch.cuda.max_memory_allocated() - held + net) / MB, rel=0.15)  # fmt: skip

@@ -10,12 +10,12 @@ from harness import on_ranks, plain, train
 from precision_probes import model_of
 from torch import Tensor, nn
 
-from isobatch import loop
 from isobatch.batch_plan import Batch
 from isobatch.config import load
-from isobatch.distributed import Ranks
 from isobatch.parallel.wire import Parts, Ring, WholeGradients
 from isobatch.planner import cost
+from isobatch.runtime.distributed import Ranks
+from isobatch.train import loop
 
 GB = 10**9
 NETWORK = cost.CostOptions(bandwidth_gb_s=2.0, latency_us=50.0)

@@ -138,7 +138,7 @@ def test_the_host_waits_for_the_device_as_rarely_as_can_be(tmp_path: Path, monke
     for name in ("item", "__bool__", "__float__", "tolist"):
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda self, *a, o=original, n=name: (counted.append(n), o(self, *a))[1])
-    from isobatch import loop
+    from isobatch.train import loop
 
     original_step, seen = loop.train_step, []
 
@@ -150,7 +150,7 @@ def test_the_host_waits_for_the_device_as_rarely_as_can_be(tmp_path: Path, monke
 
     monkeypatch.setattr(loop, "train_step", counting)
     from isobatch import run
-    from isobatch.distributed import Ranks
+    from isobatch.runtime.distributed import Ranks
 
     run.run_job(plain(*QUIET, *model_of("conv_norm", lambda info: ConvNorm()), "data=random_matrix",
                       *data_of("eight", torch.randn(8, 1, 8, 8), torch.arange(8), 10), "steps=3", "log_every=100",

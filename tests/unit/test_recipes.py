@@ -16,9 +16,9 @@ from PIL import Image
 from isobatch import checkpoint
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import conf_folder, load
-from isobatch.distributed import Ranks
 from isobatch.optimizer import Timm
 from isobatch.run import run_job
+from isobatch.runtime.distributed import Ranks
 from isobatch.scheduler import Schedule
 
 RECIPES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))

@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from isobatch.report import compare, print_verdicts, read_runs
-from isobatch.report.difference import Difference, weight_distance
+from isobatch.report.distance import Difference, weight_distance
 
 NAN = float("nan")
 

@@ -35,7 +35,7 @@ tolerance: null
 hydra:
   sweep: {dir: sweep}
   callbacks:
-    report: {_target_: isobatch.sweep_callback.SweepReport, tolerance: "${tolerance}"}
+    report: {_target_: isobatch.sweeps.callback.SweepReport, tolerance: "${tolerance}"}
 """
 
 

@@ -15,12 +15,12 @@ from precision_probes import QUIET, SometimesUnused, data_of, model_of
 from torch import Tensor, nn
 
 from isobatch import config as configuration
-from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError
 from isobatch.parallel.blocks import choose_blocks, largest_pieces
 from isobatch.precision.scaling import LossScaler
 from isobatch.run import Run
-from isobatch.shards import like, whole
+from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.dtensor import like, whole
 
 DIGITS = (*BASE, "epochs=null", "log_every=1", "batch.effective=40", "batch.micro=8", "model.norm=true", "ema=ema",
           "ema.decay=0.9", "eval_every=100", "optimizer=sgd", "optimizer.lr=0.05", "max_grad_norm=1")  # fmt: skip

@@ -12,7 +12,7 @@ from precision_probes import model_of
 from torch import Tensor, nn
 
 from isobatch import checkpoint
-from isobatch.distributed import Ranks
+from isobatch.runtime.distributed import Ranks
 
 # five shards on three ranks: 2, 2, 1; two batches of an evaluation
 SHORT = ("logger=none", "threads=1", "data=synthetic", "data.samples=29", "data.eval_samples=5", "data.image_size=8",

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from harness import plain
 
-from isobatch import loop
-from isobatch.distributed import Ranks
 from isobatch.launch import job, signals
 from isobatch.launch.signals import STOP
+from isobatch.runtime.distributed import Ranks
+from isobatch.train import loop
 
 
 @pytest.fixture(autouse=True)

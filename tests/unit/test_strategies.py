@@ -11,8 +11,8 @@ from harness import plain, rows, summary, train
 from precision_probes import QUIET
 
 from isobatch import config, sweeps
-from isobatch.distributed import device_name
 from isobatch.errors import ConfigError
+from isobatch.runtime.distributed import device_name
 
 SWEPT = {"plan": "one,dp2,ddp2", "precision": "O0,O1,O2,O3"}
 

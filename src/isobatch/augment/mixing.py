@@ -7,8 +7,8 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from isobatch.randomness import seed_of
-from isobatch.timm_alone import timm
+from isobatch.runtime.randomness import seed_of
+from isobatch.runtime.timm_import import timm
 
 
 class ShardMixer:

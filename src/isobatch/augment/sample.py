@@ -142,7 +142,7 @@ def shifted(image: Tensor, down: int, right: int) -> Tensor:
 
 def timm_policy(policy: str, size: int, mean: tuple[float, ...], interpolation: str) -> Callable[[Any], Any]:
     """timm's RandAugment, AutoAugment or AugMix over PIL images, set up as timm's own training transform does."""
-    from isobatch.timm_alone import timm  # the data is made before the model
+    from isobatch.runtime.timm_import import timm  # the data is made before the model
 
     auto_augment, str_to_pil_interp = timm.data.auto_augment, timm.data.transforms.str_to_pil_interp
     fill = tuple(min(255, round(255 * x)) for x in (mean if len(mean) == 3 else mean[:1] * 3))

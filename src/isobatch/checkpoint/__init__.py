@@ -18,7 +18,7 @@ from isobatch.checks import choice, positive
 from isobatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from isobatch.distributed import Ranks
+    from isobatch.runtime.distributed import Ranks
 
 __all__ = ["TABLE", "Checkpoint", "Checkpointer", "NoCheckpoint", "Saved", "load", "read"]
 

@@ -12,7 +12,7 @@ from isobatch.checkpoint.folder import Damaged
 
 if TYPE_CHECKING:
     from isobatch.precision.scaling import LossScaler
-    from isobatch.state import TrainState
+    from isobatch.train.state import TrainState
 
 PREFIXES = ("module.", "_orig_mod.")
 # per-parameter state that has its parameter's shape in every optimizer that has it

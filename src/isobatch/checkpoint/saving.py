@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checkpoint.folder import STATE, WEIGHTS, Damaged, Folder, HashedFile, fsync_folder, link_or_copy, verify
 from isobatch.errors import JobFailed
-from isobatch.shards import whole_tree
+from isobatch.runtime.dtensor import whole_tree
 
 if TYPE_CHECKING:
     from isobatch.checkpoint import Checkpoint
-    from isobatch.distributed import Ranks
-    from isobatch.state import TrainState
+    from isobatch.runtime.distributed import Ranks
+    from isobatch.train.state import TrainState
 
 log = logging.getLogger("isobatch")
 

@@ -13,7 +13,7 @@ from isobatch.data.base import DataInfo, Split, Splits
 from isobatch.data.csv_file import CsvFile
 from isobatch.data.hugging_face import HuggingFace
 from isobatch.data.image_folder import ImageFolder
-from isobatch.data.memory import Digits, RandomMatrix, Synthetic
+from isobatch.data.in_memory import Digits, RandomMatrix, Synthetic
 from isobatch.data.torchvision_sets import TorchVision
 from isobatch.data.webdataset import WebDataset
 

@@ -16,8 +16,8 @@ from isobatch.data import Split
 from isobatch.data.device import ToDevice
 from isobatch.data.loader import WorkerSource, choose_workers
 from isobatch.data.samples import Samples
-from isobatch.distributed import Ranks
-from isobatch.randomness import isolated_generators
+from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.randomness import isolated_generators
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isobatch.randomness import isolated_generators, seed_sample
+from isobatch.runtime.randomness import isolated_generators, seed_sample
 
 if TYPE_CHECKING:
     from isobatch.data.base import Split

@@ -1,7 +1,7 @@
 """Start or join the ranks of a job, and say how it ended.
 
 `run` is called once per job in the process that runs Hydra. It decides where the training happens: in this process, on
-ranks of its own (spawn.py), or on the ranks of torchrun (lead.py), of which only rank 0 runs Hydra.
+ranks of its own (spawn.py), or on the ranks of torchrun (torchrun.py), of which only rank 0 runs Hydra.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from isobatch import config as configuration
-from isobatch.distributed import Ranks, ranks_from_environment
 from isobatch.errors import ConfigError, Stopped
-from isobatch.launch import devices, job, lead, spawn
-from isobatch.launch.lead import follow
+from isobatch.launch import devices, job, spawn, torchrun
 from isobatch.launch.outcome import Folder, Outcome, RankFailed
 from isobatch.launch.signals import STOP
-from isobatch.launch.witness import witnessed
+from isobatch.launch.torchrun import follow
+from isobatch.launch.watchdog import witnessed
+from isobatch.runtime.distributed import Ranks, ranks_from_environment
 
 __all__ = ["STOP", "RankFailed", "finish", "follow", "run"]
 
@@ -68,7 +68,7 @@ def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
         check_joined(parallel, ranks)
         if ranks.world_size > 1:
             with witnessed(run_dir):
-                return lead.run_led(plain, run_dir, ranks, job.TARGET)
+                return torchrun.run_led(plain, run_dir, ranks, job.TARGET)
         count = 1
     else:
         count = options.num_processes or max(1, devices.count_gpus())  # 0: one per GPU
@@ -100,7 +100,7 @@ def check_joined(parallel: dict[str, Any], ranks: Ranks) -> None:
 
 def finish(code: int) -> None:
     """Last of all in the process that runs Hydra: let the other ranks go, and leave no fork server."""
-    lead.finish(code)
+    torchrun.finish(code)
     spawn.stop_fork_server()
     if code and "TORCHELASTIC_RUN_ID" in os.environ and sys.exc_info()[0] is None:  # else the stack is still to be shown
-        lead.leave(code)
+        torchrun.leave(code)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from isobatch.distributed import Ranks
 from isobatch.launch.outcome import Outcome
 from isobatch.launch.signals import STOP
+from isobatch.runtime.distributed import Ranks
 
 TARGET = "isobatch.run:run_job"  # imported late: it brings torch, which a launching process must not pay for
 
@@ -57,7 +57,7 @@ def execute(plain: dict[str, Any], run_dir: Path, ranks: Ranks, store: Callable[
 
 def _in_group(run_job: Callable[[dict[str, Any], Path, Ranks], float | None], plain: dict[str, Any], run_dir: Path,
               ranks: Ranks, store: Callable[[], Any]) -> float | None:  # fmt: skip
-    from isobatch import distributed
+    from isobatch.runtime import distributed
 
     parallel = plain["parallel"]
     device = distributed.choose_device(ranks)  # refuses before any group is made
@@ -68,7 +68,7 @@ def _in_group(run_job: Callable[[dict[str, Any], Path, Ranks], float | None], pl
 
 def _leave_group() -> None:
     if "torch" in sys.modules:
-        from isobatch import distributed
+        from isobatch.runtime import distributed
 
         distributed.destroy_group()
 

@@ -22,11 +22,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from isobatch.distributed import Ranks
 from isobatch.errors import Stopped
 from isobatch.launch.job import execute, log_to
 from isobatch.launch.outcome import Folder, Outcome, cause, hung
 from isobatch.launch.signals import STOP
+from isobatch.runtime.distributed import Ranks
 
 PEERS_S = 10.0  # for the ranks that did not fail: to notice, and to close what they had open
 TICK_S = 0.2  # how soon a request to stop is passed on
@@ -42,7 +42,7 @@ def run_ranks(plain: dict[str, Any], run_dir: Path, count: int, environ: dict[st
     meeting = Path(tempfile.mkdtemp(prefix="isobatch-"))
     timeout_s = float(plain["parallel"].get("timeout_s") or 600)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["isobatch.launch.quick", target.partition(":")[0], *imports])
+    context.set_forkserver_preload(["isobatch.launch.no_gc", target.partition(":")[0], *imports])
     ranks = [Ranks(rank, count, rank, count) for rank in range(count)]
     workers = [
         context.Process(target=_work, args=(plain, run_dir, mine, meeting, environ, target), name=f"rank {mine.rank}")

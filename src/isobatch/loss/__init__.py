@@ -76,7 +76,7 @@ class BinaryCrossEntropy(CrossEntropy):
             within("loss.target_threshold", self.target_threshold, 0, 1)
 
     def build(self) -> nn.Module:
-        from isobatch.timm_alone import timm
+        from isobatch.runtime.timm_import import timm
 
         return timm.loss.BinaryCrossEntropy(self.label_smoothing, self.target_threshold, sum_classes=self.sum_classes)
 

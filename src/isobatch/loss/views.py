@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isobatch.randomness import seed_of
-from isobatch.timm_alone import timm
+from isobatch.runtime.randomness import seed_of
+from isobatch.runtime.timm_import import timm
 
 
 class Viewed(NamedTuple):

@@ -60,7 +60,7 @@ class Timm(Model):
     small_stem: bool = False
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    imports: ClassVar[tuple[str, ...]] = ("isobatch.timm_alone",)  # what takes seconds: see launch/spawn.py
+    imports: ClassVar[tuple[str, ...]] = ("isobatch.runtime.timm_import",)  # what takes seconds: see launch/spawn.py
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,7 @@ class Timm(Model):
         within("model.drop_path_rate", self.drop_path_rate, 0, 1)
 
     def build(self, info: DataInfo) -> nn.Module:
-        from isobatch.timm_alone import timm
+        from isobatch.runtime.timm_import import timm
 
         base = self.arch.split(".")[0]
         if not timm.is_model(base):
@@ -90,11 +90,11 @@ class Timm(Model):
                 "check model.drop_rate and model.drop_path_rate"  # fmt: skip
             raise ConfigError("model.arch", self.arch, f"timm could not build it ({error})", way_out) from None
         if self.small_stem:
-            from isobatch.weights import small_stem
+            from isobatch.resume.first_weights import small_stem
 
             small_stem(model, self.arch)
         if self.checkpoint_path:
-            from isobatch.weights import load_into
+            from isobatch.resume.first_weights import load_into
 
             load_into(model, self.checkpoint_path)
         if self.grad_checkpointing:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from isobatch.batch_norm import keep_statistics, tracking_layers
 from isobatch.errors import ConfigError
+from isobatch.train.batch_norm import keep_statistics, tracking_layers
 
 BACKBONE = "backbone"  # the word for everything but the classifier, where nothing of the model has that name
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from isobatch.batch_plan import Batch, Window
     from isobatch.config import Config
     from isobatch.data.feed import MicroBatch
-    from isobatch.distributed import Ranks
     from isobatch.parallel.wire import Parts, WholeGradients
     from isobatch.precision.masters import WorkingCopy
+    from isobatch.runtime.distributed import Ranks
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isobatch.batch_norm import tracking_layers
 from isobatch.errors import ConfigError
+from isobatch.train.batch_norm import tracking_layers
 
 LISTS = nn.Sequential, nn.ModuleList
 MOST = 0.8  # of an item's weights in lists of its own: then it is a stage, and those are the blocks

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.data.feed import MicroBatch
-    from isobatch.distributed import Ranks
+    from isobatch.runtime.distributed import Ranks
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isobatch.batch_norm import tracking_layers
 from isobatch.errors import ConfigError
 from isobatch.parallel.blocks import choose_blocks
 from isobatch.parallel.unused import tensors_in, trainable, unnoticed, without_gradient
+from isobatch.train.batch_norm import tracking_layers
 
 if TYPE_CHECKING:
-    from isobatch.distributed import Ranks
     from isobatch.parallel import FullySharded as Options
+    from isobatch.runtime.distributed import Ranks
 
 log = logging.getLogger(__name__)
 

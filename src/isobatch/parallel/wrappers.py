@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isobatch.batch_norm import tracking_layers
 from isobatch.errors import JobFailed
 from isobatch.parallel.unused import trainable, without_gradient
+from isobatch.train.batch_norm import tracking_layers
 
 if TYPE_CHECKING:
-    from isobatch.distributed import Ranks
     from isobatch.parallel import DistributedDataParallel as Options
+    from isobatch.runtime.distributed import Ranks
 
 log = logging.getLogger(__name__)
 

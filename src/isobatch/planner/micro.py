@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from isobatch.batch_norm import tracking_layers
 from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.data import Splits
-from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError
-from isobatch.planner import memory
+from isobatch.planner import estimate
 from isobatch.planner.trial import Trial, is_out_of_memory
+from isobatch.runtime.distributed import Ranks
+from isobatch.train.batch_norm import tracking_layers
 
 SHARE = 0.8  # of the main memory that is free: the rest is for data workers, messages and other programs
 FEW = 2, 4  # samples that the estimate before a trial on a CPU is drawn from
@@ -82,13 +82,13 @@ class Search:
         self.tried: dict[int, bool] = {}
         self.assumed: list[str] = []
         self.room: int | None = None
-        self.few: list[list[memory.Saved]] | None = None
+        self.few: list[list[estimate.Saved]] | None = None
         if device.type == "cpu":
             # nothing says no before the machine swaps or kills: a limit has to be assumed
-            free = -ranks.agree(-memory.available_bytes())  # before any rank's trial takes some of it
+            free = -ranks.agree(-estimate.available_bytes())  # before any rank's trial takes some of it
             self.room = int(SHARE * free / ranks.local_world_size)
             self.assumed = [f"a CPU never reports out of memory in time, so a rank is assumed to have {100 * SHARE:.0f} % "
-                            f"of its share of the memory that is free now: {self.room / memory.MB:,.0f} MB"]  # fmt: skip
+                            f"of its share of the memory that is free now: {self.room / estimate.MB:,.0f} MB"]  # fmt: skip
 
     def first_that_fits(self, sizes: list[int]) -> int:
         """Index of the largest of `sizes` (descending) that fits, by bisection; len(sizes) if none does."""
@@ -116,7 +116,7 @@ class Search:
 
     def _try(self, micro: int) -> bool:
         batch = Batch(self.effective, micro, self.num_replicas)
-        resident = memory.resident(self.config, self.model, batch)
+        resident = estimate.resident(self.config, self.model, batch)
         trial = Trial(self.config, self.model, self.splits, self.device, resident.beside)
         if self.room is not None and self._estimate(trial, micro, batch, resident) > self.room:
             return False
@@ -128,7 +128,7 @@ class Search:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _estimate(self, trial: Trial, micro: int, batch: Batch, resident: memory.Resident) -> int:
+    def _estimate(self, trial: Trial, micro: int, batch: Batch, resident: estimate.Resident) -> int:
         """Bytes beside the weights, which are in memory already."""
         if micro <= FEW[1]:
             saved = trial.saved(micro)
@@ -138,7 +138,7 @@ class Search:
             small, twice = self.few
             saved = extrapolated(small, twice, micro)
         all_gradients = batch.accumulation_steps > 1 or batch.num_replicas > 1
-        return resident.working + resident.beside + memory.peak(saved, resident.gradients, all_gradients)
+        return resident.working + resident.beside + estimate.peak(saved, resident.gradients, all_gradients)
 
     def words(self, chosen: int, lowered: bool) -> str:
         """What was found, for a person."""
@@ -151,11 +151,11 @@ class Search:
         return f"{text}; set batch.micro={chosen} to have the same shards anywhere"
 
 
-def extrapolated(small: list[memory.Saved], twice: list[memory.Saved], micro: int) -> list[memory.Saved]:
+def extrapolated(small: list[estimate.Saved], twice: list[estimate.Saved], micro: int) -> list[estimate.Saved]:
     """What `micro` samples would save, given what FEW save."""
     if len(small) != len(twice):
         return [s._replace(nbytes=s.nbytes * micro // FEW[1]) for s in twice]
     # a straight line for each tensor: not all of them grow (autocast keeps half weights)
     steps = (micro - FEW[0]) / (FEW[1] - FEW[0])
-    return [memory.Saved(max(0, round(a.nbytes + steps * (b.nbytes - a.nbytes))), a.gradient, a.scratch)
+    return [estimate.Saved(max(0, round(a.nbytes + steps * (b.nbytes - a.nbytes))), a.gradient, a.scratch)
             for a, b in zip(small, twice, strict=True)]  # fmt: skip

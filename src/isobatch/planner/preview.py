@@ -12,11 +12,11 @@ from torch import nn
 from isobatch.batch_plan import Batch
 from isobatch.config import Config
 from isobatch.data import Splits
-from isobatch.distributed import Ranks
 from isobatch.launch import devices
-from isobatch.planner import cost, memory
-from isobatch.planner.memory import MB, Resident
+from isobatch.planner import cost, estimate
+from isobatch.planner.estimate import MB, Resident
 from isobatch.planner.trial import Trial, is_out_of_memory
+from isobatch.runtime.distributed import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Preview:
 def preview(config: Config, model: nn.Module, splits: Splits, batch: Batch, device: torch.device) -> Preview:
     """Memory without activations, which costs milliseconds; for task=plan all of it, by running a micro batch."""
     try:
-        resident = memory.resident(config, model, batch)
+        resident = estimate.resident(config, model, batch)
     except Exception as error:  # an estimate that fails must not stop a training (a model that cannot be copied, say)
         log.debug("no memory estimate: %s", error)
         return Preview()
@@ -88,7 +88,7 @@ def _measure(found: Preview, listed: str, resident: Resident, config: Config, mo
     activations = sum(s.nbytes for s in saved)
     all_gradients = batch.accumulation_steps > 1 or batch.num_replicas > 1
     inputs = sum(t.numel() * t.element_size() for t in trial.one) * batch.micro
-    highest = resident.total - resident.gradients + inputs + memory.peak(saved, resident.gradients, all_gradients)
+    highest = resident.total - resident.gradients + inputs + estimate.peak(saved, resident.gradients, all_gradients)
     found.view["memory"] = (f"{listed}, activations {_mb(activations)} of a micro batch of {batch.micro}: "
                             f"{_mb(highest)} MB per replica at the peak")  # fmt: skip
     found.record["memory_mb"] |= {"activations": round(activations / MB, 3), "peak": round(highest / MB, 3)}

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobatch import batch_norm, hardware, teacher
 from isobatch.config import Config
 from isobatch.data import Splits
 from isobatch.data.device import ToDevice
@@ -24,9 +23,12 @@ from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Samples
 from isobatch.errors import JobFailed
 from isobatch.planner.cost import Measured
-from isobatch.planner.memory import Saved, saved_tensors
+from isobatch.planner.estimate import Saved, saved_tensors
 from isobatch.precision.masters import to_fp32
-from isobatch.randomness import isolated_generators
+from isobatch.resume import saved_model
+from isobatch.runtime import hardware
+from isobatch.runtime.randomness import isolated_generators
+from isobatch.train import batch_norm
 
 # torch and the libraries below it say it in several ways
 NO_MEMORY = ("out of memory", "can't allocate", "not enough memory", "ALLOC_FAILED")
@@ -71,7 +73,7 @@ class Trial:
             self.scaler, self.criterion = config.precision.scaler(device), config.loss.build()
             self.prepare = config.loss.prepare(
                 config.augment.batch_transform(splits.info, config.seed),
-                lambda chosen: teacher.build(chosen, splits.info, device), config.precision, device, config.seed,
+                lambda chosen: saved_model.build(chosen, splits.info, device), config.precision, device, config.seed,
             )  # fmt: skip
             source = WorkerSource(Samples(splits.train, config.seed), ToDevice(device, splits.train.info, channels_last))
             self.one = next(source.batches(iter([Request(0, torch.tensor([0]))])))

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.batch_plan import BatchPlan
-    from isobatch.distributed import Ranks
     from isobatch.precision import WorkingCopy
     from isobatch.reduction.fast import FastReducer
+    from isobatch.runtime.distributed import Ranks
 
 
 @dataclass(frozen=True)

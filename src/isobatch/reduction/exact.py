@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from isobatch.distributed import Ranks
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.reduction.bin64 import BinSum, Units
 from isobatch.reduction.buckets import make_bucket, make_buckets
 from isobatch.reduction.exchange import Scratch
 from isobatch.reduction.tree import Layouts, TreeSum
+from isobatch.runtime.distributed import Ranks
 
 if TYPE_CHECKING:
     from isobatch.batch_plan import BatchPlan, Window

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from isobatch.batch_plan import BatchPlan, Window
     from isobatch.data.feed import MicroBatch
-    from isobatch.distributed import Ranks
+    from isobatch.runtime.distributed import Ranks
 
 
 class FastReducer:

@@ -6,8 +6,8 @@ import itertools
 import math
 from html import escape
 
+from isobatch.report.config_columns import Cell
 from isobatch.report.curves import colour
-from isobatch.report.differing import Cell
 from isobatch.report.scan import number
 from isobatch.report.table import JOB, Column, Comparison
 from isobatch.report.text import show

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isobatch.report.difference import Difference
+from isobatch.report.distance import Difference
 from isobatch.report.metrics import Metrics
 from isobatch.report.scan import number
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from isobatch.report.difference import Reference, difference
+from isobatch.report.distance import Reference, difference
 from isobatch.report.metrics import read_metrics
 from isobatch.report.read import Run, direction, find_runs, read_run
 

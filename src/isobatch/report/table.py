@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isobatch.report.differing import Cell, differing
+from isobatch.report.config_columns import Cell, differing
 from isobatch.report.metrics import MILESTONES
 from isobatch.report.read import Run, direction, one_line
 from isobatch.report.scan import number

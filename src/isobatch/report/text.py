@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.report.differing import Cell
+from isobatch.report.config_columns import Cell
 from isobatch.report.table import Column, Comparison
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from isobatch.report.look import where_to_look
+from isobatch.report.first_difference import where_to_look
 from isobatch.report.read import Run
 from isobatch.report.text import show
 

@@ -13,12 +13,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globals
 
 from isobatch import config as configuration
-from isobatch import hydra_extras, sweeps
+from isobatch import hydra_patches, sweeps
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import make_console
-from isobatch.distributed import ranks_from_environment
 from isobatch.errors import ConfigError
+from isobatch.runtime.distributed import ranks_from_environment
 from isobatch.sweeps.slots import deal, gpu_names
 
 HEAD = ("job", "effective", "micro", "replicas", "accum.", "updates", "samples", "about", "state", "settings")
@@ -83,7 +83,7 @@ class DryRun:
 
     def job(self, number: int, overrides: list[str]) -> tuple[dict[str, Any], Path]:
         """The job's resolved config and its folder, which need not be there: what Hydra's launcher does before a job."""
-        from isobatch.cli import plain_config
+        from isobatch.cli.command import plain_config
 
         config = self.loader.load_sweep_config(self.config, overrides)
         config.hydra.job.id, config.hydra.job.num = str(number), number
@@ -91,15 +91,15 @@ class DryRun:
         HydraConfig.instance().set_config(config)
         try:
             run_dir = self.folder / str(config.hydra.sweep.subdir)
-            return plain_config(hydra_extras.without_hydra(config), Path.cwd()), run_dir
+            return plain_config(hydra_patches.without_hydra(config), Path.cwd()), run_dir
         finally:
             HydraConfig.instance().cfg = before
 
     def tidy(self) -> None:
         """Take back the folder that was made for this launch; it holds the sweeper's note of the command at most."""
-        if self.folder in hydra_extras.STAMP.made:
+        if self.folder in hydra_patches.STAMP.made:
             (self.folder / "multirun.yaml").unlink(missing_ok=True)
-            hydra_extras.STAMP.release()
+            hydra_patches.STAMP.release()
 
 
 class Estimate:

@@ -1,6 +1,6 @@
 """Which launcher runs the jobs of a sweep, and whether all of them ended well.
 
-Hydra asks `Plugins.instantiate_launcher` whatever the sweeper is (its own, Optuna's), and hydra_extras passes that on to
+Hydra asks `Plugins.instantiate_launcher` whatever the sweeper is (its own, Optuna's), and hydra_patches passes that on to
 `choose`. So `sweep.dry_run` and `sweep.parallel_jobs` work typed, in an experiment file and with every sweeper.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 
 from isobatch.config import SweepOptions, resolved, typed
-from isobatch.distributed import ranks_from_environment
 from isobatch.errors import ConfigError
+from isobatch.runtime.distributed import ranks_from_environment
 
 # choice on the command line -> the package behind it, and the extra that brings it
 PLUGINS = {
@@ -79,7 +79,7 @@ def choose(make: Callable[[], Any], hydra_context: Any, task_function: Any, conf
                           "set that one, or leave out hydra/launcher")  # fmt: skip
     if kind in ("LocalLauncher", "SlurmLauncher"):
         from isobatch.sweeps.slots import deal
-        from isobatch.sweeps.submitted import Submitted
+        from isobatch.sweeps.submitit_launcher import Submitted
 
         if ranks_from_environment().world_size > 1:
             raise ConfigError("sweep.parallel_jobs", count, "the ranks of torchrun work on one job at a time",

@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from isobatch import predictions
 from isobatch.data import DataInfo
-from isobatch.loop import Loop
+from isobatch.evaluate import Answers, Classes, write
+from isobatch.train.loop import Loop
 
 log = logging.getLogger("isobatch")
 
@@ -22,19 +22,19 @@ def evaluate(loop: Loop, info: DataInfo, run_dir: Path, checkpoint: Path | None)
     """
     evaluator, state = loop.evaluator, loop.state
     if info.num_classes:
-        evaluator.answers = predictions.Answers(len(evaluator.split), evaluator.device)
+        evaluator.answers = Answers(len(evaluator.split), evaluator.device)
     loop.evaluate()
     if evaluator.answers is None:
         return
     answers = evaluator.answers.gather(loop.ranks)
-    classes = predictions.Classes(answers.counts(info.num_classes), info.class_names)
+    classes = Classes(answers.counts(info.num_classes), info.class_names)
     loop.last_eval = {**loop.last_eval, **classes.means()}
     if not loop.ranks.is_main:
         return
     about = {"checkpoint": str(checkpoint), "step": state.step, "weights": "raw" if state.ema is None else "ema",
              "result": loop.last_eval}  # fmt: skip
     describe = getattr(evaluator.split.dataset, "describe", None)
-    written = predictions.write(run_dir, answers, classes, describe, about)
+    written = write(run_dir, answers, classes, describe, about)
     tell(classes, run_dir, written)
     rows = classes.rows()
     picture = run_dir / "confusion.png"
@@ -45,7 +45,7 @@ def evaluate(loop: Loop, info: DataInfo, run_dir: Path, checkpoint: Path | None)
     loop.logger.report({"samples": state.samples}, images, tables)
 
 
-def tell(classes: predictions.Classes, run_dir: Path, written: list[Path]) -> None:
+def tell(classes: Classes, run_dir: Path, written: list[Path]) -> None:
     """Two lines for a person: where it is weakest, and where the rest is written."""
     there = [row for row in classes.rows() if row["samples"]]
     worst = min(there, key=lambda row: row["recall"])

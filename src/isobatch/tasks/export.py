@@ -29,8 +29,8 @@ from isobatch.checkpoint.folder import Damaged
 from isobatch.config import Config
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
-from isobatch.resume import no_average
-from isobatch.run_files import write_json
+from isobatch.resume.start import no_average
+from isobatch.run_folder.files import write_json
 
 log = logging.getLogger("isobatch")
 
@@ -131,7 +131,7 @@ def save_weights(model: nn.Module, node: dict[str, Any], info: DataInfo, folder:
         again = configuration.options("model", node).build(info)
         again.load_state_dict(load_file(path))
         return again.eval()  # type: ignore[no-any-return]
-    from isobatch.timm_alone import timm
+    from isobatch.runtime.timm_import import timm
 
     own: Any = getattr(model, "pretrained_cfg", {})
     normalise = {"mean": list(info.mean), "std": list(info.std)} if len(info.mean) == info.in_chans else {}

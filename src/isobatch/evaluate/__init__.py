@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from isobatch.predictions.answers import Answers
-from isobatch.predictions.classes import Classes
-from isobatch.predictions.files import write
+from isobatch.evaluate.answers import Answers
+from isobatch.evaluate.classes import Classes
+from isobatch.evaluate.files import write
 
 __all__ = ["Answers", "Classes", "write"]

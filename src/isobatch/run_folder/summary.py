@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobatch import hardware
-from isobatch.shards import is_sharded
-from isobatch.state import weights_sha256
+from isobatch.runtime import hardware
+from isobatch.runtime.dtensor import is_sharded
+from isobatch.train.state import weights_sha256
 
 if TYPE_CHECKING:
     from isobatch.run import Run

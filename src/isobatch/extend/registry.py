@@ -52,7 +52,7 @@ def _is_options(obj: Any) -> bool:
 
 
 def _wrapped(group: str, name: str, obj: Callable[..., Any]) -> type:
-    from isobatch import custom
+    from isobatch.extend import custom
 
     base = custom.BASES.get(group)
     if base is None:

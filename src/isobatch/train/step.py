@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobatch.batch_norm import ShardStatistics
 from isobatch.data.feed import WindowData
 from isobatch.precision.masters import WorkingCopy, to_fp32
-from isobatch.randomness import ShardSeeder
-from isobatch.state import TrainState
+from isobatch.runtime.randomness import ShardSeeder
+from isobatch.train.batch_norm import ShardStatistics
+from isobatch.train.state import TrainState
 
 
 @dataclass(slots=True)

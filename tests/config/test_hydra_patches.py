@@ -11,8 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from isobatch import config as configuration
-from isobatch import hydra_extras
-from isobatch.cli import check_words, plain_config
+from isobatch import hydra_patches
+from isobatch.cli.command import check_words, plain_config
 from isobatch.errors import ConfigError
 
 
@@ -51,8 +51,8 @@ def test_two_launches_of_one_second_get_two_folders(tmp_path: Path, monkeypatch:
         def strftime(self, form: str) -> str:
             return "2030-01-01/00-00-00"
 
-    monkeypatch.setattr(hydra_extras, "datetime", Clock)
-    stamps = [hydra_extras.Stamp(), hydra_extras.Stamp(), hydra_extras.Stamp()]
+    monkeypatch.setattr(hydra_patches, "datetime", Clock)
+    stamps = [hydra_patches.Stamp(), hydra_patches.Stamp(), hydra_patches.Stamp()]
     for stamp in stamps[:2]:
         stamp.claiming = True
     folder = tmp_path / "outputs"
@@ -93,24 +93,24 @@ def test_dashes_are_refused_with_the_word_to_write() -> None:
 
 def test_the_help_screen_lists_every_group_and_fits_one() -> None:
     conf = configuration.conf_folder()
-    screen = hydra_extras.help_screen(conf)
+    screen = hydra_patches.help_screen(conf)
     for group in configuration.TABLES:
         assert f"\n  {group} " in screen
     assert "any positive integer" in screen
     assert sum("train.py" in line for line in screen.splitlines()) >= 5
     assert len(screen.splitlines()) <= 50
     assert max(map(len, screen.splitlines())) <= 120
-    assert "\n  " + "isobatch".ljust(16) + "-m" in hydra_extras.help_screen(conf, "/somewhere/bin/isobatch")
+    assert "\n  " + "isobatch".ljust(16) + "-m" in hydra_patches.help_screen(conf, "/somewhere/bin/isobatch")
 
 
 def test_composing_and_checking_imports_no_torch() -> None:
     import subprocess
 
     code = (
-        "import sys; from pathlib import Path; from isobatch import cli, config, hydra_extras\n"
+        "import sys; from pathlib import Path; from isobatch.cli import command; from isobatch import config, hydra_patches\n"
         "from hydra import compose, initialize_config_dir\n"
         "with initialize_config_dir(str(config.conf_folder()), version_base='1.3'): c = compose('config')\n"
-        "config.load(cli.plain_config(c, Path())); hydra_extras.help_screen(config.conf_folder())\n"
+        "config.load(command.plain_config(c, Path())); hydra_patches.help_screen(config.conf_folder())\n"
         "heavy = {'torch', 'timm', 'torchvision', 'wandb', 'matplotlib', 'sklearn', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -110,7 +110,7 @@ class CustomData(Reading):
         check_normalization("std", self.std)
 
     def load(self, augment: Any, seed: int) -> Splits:
-        from isobatch.randomness import isolated_generators, seed_everything, seed_of
+        from isobatch.runtime.randomness import isolated_generators, seed_everything, seed_of
 
         with isolated_generators():  # a dataset that is drawn at random is the same on every rank
             seed_everything(seed_of("data", seed, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isobatch.distributed import Ranks
+from isobatch.runtime.distributed import Ranks
 
 
 class Answers:

@@ -3,7 +3,7 @@
 torchrun's workers end with every restart and its store may be a new one after each (a world of one has none, a node that
 joins can become the one that serves it). What stays on a machine is the agent, the workers' parent. So each machine keeps
 a small file per living agent, also when the run is complete: a node can join at that very moment. The ranks put together
-what their machines remember (lead.py).
+what their machines remember (torchrun.py).
 """
 
 from __future__ import annotations

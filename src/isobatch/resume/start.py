@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch import config as configuration
-from isobatch import contract
 from isobatch.checkpoint import reading
 from isobatch.checkpoint.folder import Folder
 from isobatch.checkpoint.reading import Saved
-from isobatch.contract import Difference
 from isobatch.errors import ConfigError
+from isobatch.resume import contract
+from isobatch.resume.contract import Difference
 from isobatch.scheduler import Schedule
 
 if TYPE_CHECKING:
     from isobatch.checkpoint import Checkpointer
     from isobatch.config import Config
-    from isobatch.distributed import Ranks
-    from isobatch.state import TrainState
+    from isobatch.runtime.distributed import Ranks
+    from isobatch.train.state import TrainState
 
 log = logging.getLogger("isobatch")
 

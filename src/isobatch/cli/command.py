@@ -24,12 +24,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from isobatch import hydra_extras, launch, resume_words, sweeps
+from isobatch import hydra_patches, launch, sweeps
+from isobatch.cli import saved_overrides
+from isobatch.cli.swept_overrides import reachable
 from isobatch.config import conf_folder, resolved
-from isobatch.distributed import ranks_from_environment
 from isobatch.errors import ConfigError, Stopped
+from isobatch.runtime.distributed import ranks_from_environment
 from isobatch.sweeps import launchers
-from isobatch.sweeps.words import reachable
 
 # Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
 INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint", "model.checkpoint_path")
@@ -47,7 +48,7 @@ def one_job(cfg: DictConfig) -> float | None:
     run_dir = Path(job.runtime.output_dir)
     sweep = job.mode == RunMode.MULTIRUN
     plain: dict[str, Any] = {}
-    hydra_extras.STAMP.release(run_dir)
+    hydra_patches.STAMP.release(run_dir)
     try:
         plain = plain_config(cfg, Path(job.runtime.cwd))
         if not sweep:
@@ -134,14 +135,14 @@ def main() -> None:
             launch.follow()
         check_words(sys.argv[1:])
         launchers.check_plugins(sys.argv[1:])
-        sys.argv[1:], told = resume_words.expand(sys.argv[1:], Path.cwd())
+        sys.argv[1:], told = saved_overrides.expand(sys.argv[1:], Path.cwd())
         for line in told:
             tell(f"isobatch: {line}")
         if {"--help", "-h"} & set(sys.argv[1:]):
-            print(hydra_extras.help_screen(conf_folder(), sys.argv[0]))
+            print(hydra_patches.help_screen(conf_folder(), sys.argv[0]))
             sys.exit(0)
         sys.argv[1:] = reachable(sys.argv[1:])
-        hydra_extras.install(["run", *sys.argv[1:]])
+        hydra_patches.install(["run", *sys.argv[1:]])
         one_job()
         code = 0 if launchers.all_done() else 1
     except ConfigError as refusal:
@@ -154,7 +155,7 @@ def main() -> None:
         if isinstance(leaving.code, str):
             tell(leaving.code)
     finally:
-        hydra_extras.STAMP.release()
+        hydra_patches.STAMP.release()
         launch.finish(code)
     sys.exit(code)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isobatch.checkpoint.fitting import strip_prefixes
 from isobatch.errors import ConfigError
-from isobatch.timm_alone import timm
+from isobatch.runtime.timm_import import timm
 
 log = logging.getLogger("isobatch")
 

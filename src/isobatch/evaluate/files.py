@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobatch.predictions.answers import Answers
-from isobatch.predictions.classes import Classes
-from isobatch.run_files import write_json
+from isobatch.evaluate.answers import Answers
+from isobatch.evaluate.classes import Classes
+from isobatch.run_folder.files import write_json
 
 MOST_CELLS = 1000  # classes of a confusion matrix that is still a table
 NAMED, NUMBERED = 50, 20  # classes up to which the picture has their names, and the counts

@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-from isobatch import hardware
 from isobatch.checkpoint import Checkpointer
 from isobatch.checkpoint.saving import SAVE_NOW
 from isobatch.console import Console
 from isobatch.data import DataInfo
 from isobatch.data.feed import Feed, WindowData
-from isobatch.distributed import Ranks
 from isobatch.errors import JobFailed, Stopped
-from isobatch.evaluate import Evaluator
+from isobatch.evaluate.evaluator import Evaluator
 from isobatch.logger import Logger
 from isobatch.logger.predictions import Predictions
-from isobatch.loss_watch import LossWatch
-from isobatch.run_files import RunFiles
-from isobatch.shards import whole
-from isobatch.state import TrainState
-from isobatch.step import Parts, train_step
+from isobatch.run_folder.files import RunFiles
+from isobatch.runtime import hardware
+from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.dtensor import whole
+from isobatch.train.nonfinite import LossWatch
+from isobatch.train.state import TrainState
+from isobatch.train.step import Parts, train_step
 
 
 @dataclass

@@ -18,7 +18,7 @@ from isobatch.errors import ConfigError
 if TYPE_CHECKING:
     from isobatch.batch_plan import BatchPlan
     from isobatch.data.feed import MicroBatch
-    from isobatch.distributed import Ranks
+    from isobatch.runtime.distributed import Ranks
 
 
 def tracking_layers(model: nn.Module) -> list[_NormBase]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from isobatch.data import Split
 from isobatch.data.feed import Request, Source
-from isobatch.distributed import Ranks
+from isobatch.evaluate.answers import Answers
 from isobatch.precision.masters import to_fp32
-from isobatch.predictions.answers import Answers
+from isobatch.runtime.distributed import Ranks
 
 TOP = 5  # answers that eval/accuracy_top5 looks at
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobatch import shards
 from isobatch.precision.scaling import LossScaler
+from isobatch.runtime import dtensor
 
 
 @dataclass
@@ -50,10 +50,10 @@ class TrainState:
 
     def clip_gradients(self, max_norm: float | None) -> Tensor:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns the norm before, 0-d."""
-        return shards.whole(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm or float("inf")))  # type: ignore[no-any-return]
+        return dtensor.whole(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm or float("inf")))  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers, numbers, strings and tensors (which may be spread over ranks: shards.whole_tree); keys without
+        """Plain containers, numbers, strings and tensors (which may be spread over ranks: dtensor.whole_tree); keys without
         any wrapper's prefix."""
         return {
             "model": self.model.state_dict(),
@@ -66,14 +66,14 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Strict. A missing scaler state or EMA (saved under another precision or without EMA) starts afresh."""
-        self.model.load_state_dict(shards.weights_like(state["model"], self.model))
+        self.model.load_state_dict(dtensor.weights_like(state["model"], self.model))
         groups = self.optimizer.param_groups
         order = [number for group in self.optimizer.state_dict()["param_groups"] for number in group["params"]]
         parameters = [p for group in groups for p in group["params"]]
-        self.optimizer.load_state_dict(shards.optimizer_like(state["optimizer"], parameters, order))
+        self.optimizer.load_state_dict(dtensor.optimizer_like(state["optimizer"], parameters, order))
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
-            self.ema.module.load_state_dict(shards.weights_like(state["ema"] or state["model"], self.ema.module))
+            self.ema.module.load_state_dict(dtensor.weights_like(state["ema"] or state["model"], self.ema.module))
         if self.reducer is not None:
             self.reducer.load_state_dict(state["reducer"])
         for name in self.COUNTERS:
@@ -88,6 +88,6 @@ def weights_sha256(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):
         digest.update(key.encode())
-        data = shards.whole(tensor).detach().cpu().contiguous()
+        data = dtensor.whole(tensor).detach().cpu().contiguous()
         digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
     return digest.hexdigest()

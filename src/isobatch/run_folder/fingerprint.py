@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from isobatch.run_files import write_json
+from isobatch.run_folder.files import write_json
 
 if TYPE_CHECKING:
-    from isobatch.distributed import Ranks
-    from isobatch.randomness import ShardSeeder
+    from isobatch.runtime.distributed import Ranks
+    from isobatch.runtime.randomness import ShardSeeder
 
 STEPS = 2  # windows that are looked at; the first shows the forward, the second what the update made of it
 

@@ -10,7 +10,7 @@ import torch
 
 from isobatch.batch_plan import Batch
 from isobatch.config import Config
-from isobatch.distributed import Ranks
+from isobatch.runtime.distributed import Ranks
 
 
 def set_up(config: Config, ranks: Ranks, device: torch.device) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from isobatch.batch_plan import Window
     from isobatch.data.feed import Feed
-    from isobatch.distributed import Ranks
+    from isobatch.runtime.distributed import Ranks
 
 KEPT = 4096  # steps looked back over: a loss of NaN stays one, so an older beginning is named "or before"
 SHOWN = 8  # sample indices

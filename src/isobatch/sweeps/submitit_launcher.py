@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.errors import CompactHydraException
 
 from isobatch.sweeps.slots import Slot
-from isobatch.sweeps.task import Task
+from isobatch.sweeps.submitit_job import Task
 
 TICK_S = 0.2
 HARD_S = 10.0  # from the second request to stop until jobs are killed

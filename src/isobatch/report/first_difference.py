@@ -1,4 +1,4 @@
-"""Where to look when two plans part: the first module whose output differs for the same shard (see fingerprint.py)."""
+"""Where to look when two plans part: the first module whose output differs for the same shard (run_folder/fingerprint.py)."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from isobatch.distributed import Ranks, ranks_from_environment
 from isobatch.errors import ConfigError
-from isobatch.launch import devices, memory
+from isobatch.launch import devices, last_folder
 from isobatch.launch.job import execute, log_to
 from isobatch.launch.outcome import Folder, Outcome, cause, hung
 from isobatch.launch.signals import STOP
+from isobatch.runtime.distributed import Ranks, ranks_from_environment
 
 ARRIVE_S = 600.0  # for ranks to start, and for rank 0 to compose the next job
 TROUBLE_S = 15.0  # for a rank to come out of a job that failed elsewhere (nccl does not notice by itself)
@@ -36,7 +36,7 @@ TICK_S = 0.05
 
 _jobs = iter(range(10**9))
 _silent: set[int] = set()  # ranks that did not report the end of a job: nobody waits for them again
-_remembered: dict[str, str] = {}  # rank 0: what all ranks know of the run folder (memory.py)
+_remembered: dict[str, str] = {}  # rank 0: what all ranks know of the run folder (last_folder.py)
 
 
 @functools.cache
@@ -91,7 +91,7 @@ def store() -> Any:
         token = uuid.uuid4().hex
         raw.set(f"hello/{ranks.rank}", token)
         epoch = raw.get(f"welcome/{token}").decode()  # waits, as long as the store's own limit
-        raw.set(f"ack/{epoch}/{ranks.rank}", json.dumps(memory.recall()))
+        raw.set(f"ack/{epoch}/{ranks.rank}", json.dumps(last_folder.recall()))
     return dist.PrefixStore(f"epoch{epoch}", raw)
 
 
@@ -99,8 +99,8 @@ def run_folder(parent: str, make: Callable[[str], str]) -> str:
     """The launch's run folder in `parent`: an earlier attempt's, if any rank's machine remembers one, else `make`'s."""
     if ranks_from_environment().world_size > 1:
         store()  # the others have said by then what they remember
-    found = memory.recall().get(parent) or _remembered.get(parent) or make(parent)
-    memory.remember({parent: found})
+    found = last_folder.recall().get(parent) or _remembered.get(parent) or make(parent)
+    last_folder.remember({parent: found})
     return found
 
 
@@ -108,7 +108,7 @@ def run_led(plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str) -> 
     """Rank 0: run the next job with all ranks and return the outcome that tells its story."""
     number = next(_jobs)
     store().set(f"job{number}", json.dumps({"plain": plain, "run_dir": str(run_dir), "target": target,
-                                            "folders": memory.recall()}))  # fmt: skip
+                                            "folders": last_folder.recall()}))  # fmt: skip
 
     timeout_s = float(plain["parallel"].get("timeout_s") or 600)
 
@@ -182,7 +182,7 @@ def _follow(ranks: Ranks) -> None:
                 sys.exit(f"isobatch: rank {ranks.rank} heard nothing from rank 0 for {patience:.0f} s")
             time.sleep(TICK_S)
         message = json.loads(shared.get(f"job{number}"))
-        memory.remember(message["folders"])
+        last_folder.remember(message["folders"])
         run_dir = Path(message["run_dir"])
         run_dir.mkdir(parents=True, exist_ok=True)  # on another machine it may not be there
         log_to(run_dir, ranks.rank)

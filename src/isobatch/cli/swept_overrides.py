@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from isobatch.cli.saved_overrides import WORD
 from isobatch.config import TABLES, conf_folder
-from isobatch.resume_words import WORD
 
 SEVERAL = re.compile(r".*,.*|(choice|range|glob|shuffle|sort)\(.*\)", re.DOTALL)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from isobatch.batch_norm import tracking_layers
 from isobatch.batch_plan import BatchPlan
 from isobatch.config import Config
-from isobatch.distributed import Ranks
 from isobatch.model import freezing
+from isobatch.runtime.distributed import Ranks
+from isobatch.train.batch_norm import tracking_layers
 
 
 def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, device: torch.device) -> list[str]:

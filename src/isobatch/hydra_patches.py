@@ -123,7 +123,7 @@ class Stamp:
         """Under torchrun a restart gets the first attempt's folder back."""
         if not self.claiming or "TORCHELASTIC_RUN_ID" not in os.environ:
             return self._new(parent)
-        from isobatch.launch.lead import run_folder
+        from isobatch.launch.torchrun import run_folder
 
         return run_folder(parent, self._new)
 
@@ -183,7 +183,7 @@ def install(arguments: Sequence[str] = ()) -> None:
     # every sweep ends in a comparison; a class that Hydra is to call is named here, in code, never in a config file
     ConfigStore.instance().store(
         group="hydra/callbacks", name="isobatch",
-        node={"report": {"_target_": "isobatch.sweep_callback.SweepReport", "tolerance": "${sweep.tolerance}",
+        node={"report": {"_target_": "isobatch.sweeps.callback.SweepReport", "tolerance": "${sweep.tolerance}",
                          "enabled": True}},
     )  # fmt: skip
     # cached in the config, so that a job which a launcher plugin runs elsewhere finds the same folder
