@@ -6,9 +6,14 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from pretended import Machine
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -30,3 +35,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """A machine with pretended GPUs (see pretended/): one, or as many as `@pytest.mark.gpu_pretended(3)` says.
+
+    The test fails if anything was done that goes wrong on some days on a real device (`gpu.faults`).
+    """
+    from pretended import strictly
+
+    asked = request.node.get_closest_marker("gpu_pretended")
+    with strictly(*(asked.args if asked else ()), **(asked.kwargs if asked else {})) as machine:
+        yield machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in getattr(item, "fixturenames", ()) and item.get_closest_marker("gpu_pretended") is None:
+            item.add_marker("gpu_pretended")
