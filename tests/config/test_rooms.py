@@ -85,7 +85,7 @@ def test_each_library_has_its_rooms(package: str, rooms: set[str]) -> None:
     assert {room(p) for p in MODULES if package in packages(p)} <= rooms
 
 
-@pytest.mark.parametrize("name", ["batch_plan", "report", "errors", "checks"])
+@pytest.mark.parametrize("name", ["batch_plan", "compare", "report", "errors", "checks"])
 def test_no_torch_in(name: str) -> None:
     for path in MODULES:
         if room(path) == name:

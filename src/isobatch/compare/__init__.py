@@ -1,0 +1,1 @@
+"""Where two runs part first: `python -m isobatch.compare RUN RUN...`."""
