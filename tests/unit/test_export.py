@@ -36,20 +36,20 @@ def test_a_timm_model_without_its_data(tmp_path: Path, monkeypatch: pytest.Monke
             (photos / split / label).mkdir(parents=True)
             for i in range(3):
                 Image.new("RGB", (20, 20), (80 * i, 90 * number, 20)).save(photos / split / label / f"{i}.png")
-    words = (*SHORT, "batch.effective=6", "data=image_folder", f"data.root={photos}", "data.image_size=32", "model=timm",
+    words = (*SHORT, "batch.effective=6", "data=image_folder", f"data.root={photos}", "data.image_size=48", "model=timm",
              "data.num_workers=0", "model.arch=test_resnet", "ema=ema", "ema.decay=0.9", "precision=O2",
              "optimizer.lr=0.1")  # fmt: skip
     train(tmp_path / "run", *words)
     shutil.rmtree(photos)
     facts = exported(tmp_path / "run", tmp_path / "out", *words)
     assert facts["weights"] == "ema" and facts["classes"] == ["cat", "dog"]
-    assert facts["input"]["shape"] == ["batch", 3, 32, 32] and facts["input"]["mean"] == [0.485, 0.456, 0.406]
+    assert facts["input"]["shape"] == ["batch", 3, 48, 48] and facts["input"]["mean"] == [0.485, 0.456, 0.406]
     folder = tmp_path / "out/export"
     average = checkpoint.load(tmp_path / "run")["ema"]
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     assert model.pretrained_cfg["label_names"] == ["cat", "dog"]
     assert all(torch.equal(tensor, average[name]) for name, tensor in model.state_dict().items())
-    inputs = torch.randn(5, 3, 32, 32)
+    inputs = torch.randn(5, 3, 48, 48)
     program = torch.export.load(folder / "model.pt2").module()
     with torch.no_grad():
         torch.testing.assert_close(program(inputs), model(inputs), rtol=1e-4, atol=1e-5)

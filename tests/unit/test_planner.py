@@ -1,4 +1,4 @@
-"""The planner: its estimate against the allocator, the cost model, micro batches that matter, what a trial leaves behind."""
+"""The planner: its estimate against what tensors hold, the cost model, micro batches that matter, what a trial leaves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import BASE, plain
+from live_tensors import LiveTensors
 
 from isobatch import launch
 from isobatch.batch_plan import Batch, resolve_batch
@@ -33,33 +34,38 @@ def built(folder: Path, *overrides: str) -> Run:
     return run
 
 
-def allocated_at_peak(run: Run, windows: int) -> int:
-    """Bytes that the training steps of `run` allocate at most beyond what there is before them, kernels' scratch included."""
-    from torch.profiler import ProfilerActivity, profile
-
+def alive_at_peak(run: Run, windows: int) -> int:
+    """Bytes that the tensors of the training steps of `run` hold at most beyond what there is before them."""
     loop = run.loop
     gc.collect()  # what is freed in between must be ours
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with LiveTensors() as tensors:
         for data in loop.feed.windows(0, windows):
             train_step(loop.state, loop.parts, data)
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = highest = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        highest = max(highest, now)
-    return highest
+    return tensors.highest
 
 
 @pytest.mark.parametrize(
     ("model", "micro_batch"),
     [
         (("model=resnet18",), 32),  # one micro step: gradients come while activations go
+        (("model=resnet18", "optimizer=sgd"), 16),  # two: the last layers' gradients are there twice, and copied
         (("model=timm", "model.arch=test_convnext", "ema=ema"), 8),  # four micro steps
         ((*VIT, "optimizer=sgd"), 16),
     ],
-    ids=["resnet18", "test_convnext", "vit_tiny"],
+    ids=["resnet18", "resnet18 twice", "test_convnext", "vit_tiny"],
 )
-def test_the_estimate_is_within_15_percent_of_what_the_allocator_sees(tmp_path: Path, model, micro_batch) -> None:
+def test_the_estimate_is_what_the_tensors_hold(tmp_path: Path, monkeypatch, model, micro_batch) -> None:
+    """The copy of a convolution's gradient is inside a kernel, where no tensor is counted: it is looked at by itself."""
+    copies: list[int] = []
+    real = estimate.peak
+
+    def without_copies(saved: list[Saved], *rest: object) -> int:
+        found = real([s._replace(scratch=0) for s in saved], *rest)
+        copies.append(real(saved, *rest) - found)
+        assert 0 <= copies[-1] <= max(s.scratch for s in saved)
+        return found
+
+    monkeypatch.setattr(estimate, "peak", without_copies)
     words = (*IMAGES, *model, "batch.effective=32", f"batch.micro={micro_batch}")
     config = load(plain(*words, "task=plan"))
     splits = config.data.load(None, 0)
@@ -69,10 +75,31 @@ def test_the_estimate_is_within_15_percent_of_what_the_allocator_sees(tmp_path: 
     before = estimate.nbytes(estimate.state_of(net)) * (2 if "ema=ema" in words else 1)
     state = run.loop.state.optimizer.state.values()  # fused SGD has its momentum from the start
     before += estimate.nbytes(t for entry in state for t in estimate._tensors(entry))
-    measured = (before + allocated_at_peak(run, 2)) / MB
-    estimated = found.record["memory_mb"]["peak"]
-    print(f"{words[-3:]}: estimate {estimated:.1f} MB, measured {measured:.1f} MB, {estimated / measured - 1:+.1%}")
-    assert estimated == pytest.approx(measured, rel=0.15)
+    measured = (before + alive_at_peak(run, 2)) / MB
+    told, (copied,) = found.record["memory_mb"]["peak"], copies
+    print(f"{words[-3:]}: {told:.1f} MB (+ {copied / MB:.1f} copied), alive {measured:.1f} MB, {told / measured - 1:+.1%}")
+    assert told == pytest.approx(measured, rel=0.02)
+
+
+def test_what_tensors_hold_is_counted_once_and_until_they_end() -> None:
+    with LiveTensors() as tensors:
+        a = torch.ones(1000)
+        b = a.view(10, 100)[2:]  # the same storage
+        assert (tensors.now, tensors.highest) == (4000, 4000)
+        c = a * 2 + 1  # a * 2 is gone again
+        assert (tensors.now, tensors.highest) == (8000, 12000)
+        a.add_(1)
+        del a
+        assert tensors.now == 8000  # the view keeps it
+        del b, c
+        assert tensors.now == 0
+        x = torch.ones(1000, requires_grad=True)
+        y = (x * 3).exp()  # keeps its own result for the backward; the product is kept by nobody
+        assert tensors.now == 8000
+        y.sum().backward()
+        assert tensors.now == 12004 - 4 and tensors.highest >= 16000
+        del x, y
+    assert tensors.now == 0
 
 
 def test_the_peak_of_a_backward_worked_out_by_hand() -> None:
