@@ -33,6 +33,7 @@ ADDED = {
     "sweep.dry_run": "",
     "model=custom": FEW,
     "isobatch.report": "",
+    "train.py doctor": "",
 }
 SKIPPED = ("make ", "pip ")  # installing: CI does it before these tests
 

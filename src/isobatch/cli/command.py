@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from isobatch import hydra_patches, launch, sweeps
 from isobatch.cli import saved_overrides
 from isobatch.cli.swept_overrides import reachable
+from isobatch.cli.verbs import run_verb
 from isobatch.config import conf_folder, resolved
 from isobatch.errors import ConfigError, Stopped
 from isobatch.runtime.distributed import ranks_from_environment
@@ -124,6 +125,8 @@ def tell(text: str) -> None:
 
 def main() -> None:
     """Entry point of train.py and of the console script."""
+    if (code_of_verb := run_verb(sys.argv[1:])) is not None:
+        sys.exit(code_of_verb)
     gc.disable()  # a start makes a million objects and no garbage: searching them is a sixth of it; run.py enables it again
     signal.signal(signal.SIGTERM, _terminated)
     logging.raiseExceptions = False  # a line that train.log cannot take (disk full) is no reason for a traceback

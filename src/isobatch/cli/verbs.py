@@ -1,0 +1,26 @@
+"""`isobatch VERB ...`: the commands beside training; each is also a module of its own (`python -m isobatch.report`)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+VERBS = {
+    "compare": "isobatch.compare.__main__",
+    "dashboard": "isobatch.dashboard",
+    "doctor": "isobatch.doctor",
+    "report": "isobatch.report.__main__",
+}
+
+
+def run_verb(words: Sequence[str]) -> int | None:
+    """The exit code of the verb that `words` begin with, or of `--version`; None if they are a training's."""
+    if list(words) == ["--version"]:
+        from isobatch import __version__
+
+        print(f"isobatch {__version__}")
+        return 0
+    if not words or words[0] not in VERBS:
+        return None
+    code: int | None = importlib.import_module(VERBS[words[0]]).main(list(words[1:]))
+    return code or 0
