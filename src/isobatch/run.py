@@ -25,6 +25,7 @@ from isobatch.planner import notes as plan_notes
 from isobatch.planner.preview import Preview, preview, world
 from isobatch.planner.trial import in_words
 from isobatch.resume import saved_model
+from isobatch.resume.signature import Signature
 from isobatch.resume.start import Resume
 from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
@@ -120,9 +121,7 @@ class Run:
             **({"micro_tried": chosen.tried} if chosen.tried else {}), **ahead.record,
         })  # fmt: skip
         facts = {**self.plan, "steps": total, "samples_per_epoch": order_size, "train_samples": len(splits.train),
-                 "eval_samples": len(splits.eval), "num_classes": splits.info.num_classes,
-                 "input_shape": list(splits.info.shape), "class_names": list(splits.info.class_names),
-                 "mean": list(splits.info.mean), "std": list(splits.info.std)}  # fmt: skip
+                 "eval_samples": len(splits.eval), **Signature.of(splits.info).facts()}  # fmt: skip
         self.about = {"config": config.plain, "plan": facts, "identity": identity}  # what a checkpoint says of its run
         shards_matter = config.model.batch_norm == "shard" and batch_norm.learns(model)
         resumed = self.resume.check(facts, identity, config.reduction.exact, shards_matter, plan.windows_per_epoch)

@@ -89,14 +89,26 @@ class Images:
         return self.images[index], self.targets[index]
 
 
+class Rows(list):  # of (vector, class)
+    def __init__(self, split: str):
+        super().__init__([(torch.zeros(3, 2, 2), 0)] * 2)
+
+
+class Swapped(Rows):
+    def __init__(self, split: str):
+        super().__init__(split)
+        self.classes = ["a", "b"] if split == "train" else ["b", "a"]
+
+
 def test_a_dataset_function_gives_two_splits_and_what_a_model_needs() -> None:
-    isobatch.register("data", "toy_images", Images)
+    for name, dataset in (("toy_images", Images), ("toy_rows", Rows), ("toy_swapped", Swapped)):
+        isobatch.register("data", name, dataset)
     before = torch.get_rng_state()
     one, other = (options("data", {"name": "toy_images"}).load(None, 4) for _ in range(2))
     assert torch.get_rng_state().equal(before), "the run's generator was drawn from"
     assert one.train.dataset.images.equal(other.train.dataset.images)
     assert not one.train.dataset.images.equal(one.eval.dataset.images)
-    assert one.info == DataInfo("toy_images", (3, 4, 4), 3)
+    assert one.info == DataInfo("toy_images", (3, 4, 4), 3, (0.0,) * 3, (1.0,) * 3), "pixels are scaled to 0 .. 1"
     assert one.train.targets().tolist() == [0, 1, 2, 0, 1, 2]
     assert options("data", {"name": "toy_images", "kwargs": {"labels": "float"}}).load(None, 0).info.num_classes == 0
     assert options("data", {"name": "toy_images", "num_classes": 9}).load(None, 0).info.num_classes == 9
@@ -110,6 +122,10 @@ def test_a_dataset_function_gives_two_splits_and_what_a_model_needs() -> None:
                         ({"mean": [0.5, 0.5]}, "mean")):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"data\.{key}="):
             options("data", {"name": "toy_images", **values}).load(None, 0)
+    with pytest.raises(ConfigError, match=r"^data\.mean=.*its inputs are torch.float32"):
+        options("data", {"name": "toy_rows", "mean": [0.5]}).load(None, 0)
+    with pytest.raises(ConfigError, match=r"its eval split has the classes b, a, and its train split a, b"):
+        options("data", {"name": "toy_swapped"}).load(None, 0)
     isobatch.register("data", "number", lambda split: 3)
     with pytest.raises(ConfigError, match=r"data\.name=number: its train split has no len"):
         options("data", {"name": "number"}).load(None, 0)

@@ -83,6 +83,22 @@ def test_a_folder_of_images_is_read(tmp_path: Path) -> None:
     assert splits.train.describe(1).startswith(f"sample 1 ({tmp_path}/photos/train/dog/a.jpg, row 1")
 
 
+def test_an_evaluation_split_may_number_the_same_classes_otherwise(tmp_path: Path) -> None:
+    def one(names: list[str], labels: list[int]) -> Any:
+        kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
+        cells = [{"bytes": encoded(10 * i), "path": None} for i in range(len(labels))]
+        return datasets.Dataset.from_dict({"image": cells, "label": labels}, features=kinds)
+
+    train = one(["ant", "bee", "cat"], [0, 1, 2])
+    datasets.DatasetDict(train=train, test=one(["cat", "ant", "bee"], [0, 1, 2])).save_to_disk(tmp_path / "a")
+    assert data(tmp_path / "a").load(None, 0).eval.targets().tolist() == [2, 0, 1]
+    datasets.DatasetDict(train=train, test=one(["cat", "dog", "bee"], [0, 2, 2])).save_to_disk(tmp_path / "b")
+    assert data(tmp_path / "b").load(None, 0).eval.targets().tolist() == [2, 1, 1], "no sample is a dog"
+    datasets.DatasetDict(train=train, test=one(["cat", "dog"], [0, 1])).save_to_disk(tmp_path / "c")
+    with pytest.raises(ConfigError, match=r"^data\.eval_split=.*has samples of dog, and the train split has .* ant, bee, cat"):
+        data(tmp_path / "c").load(None, 0)
+
+
 def test_labels_may_be_words_and_images_plain_bytes(tmp_path: Path) -> None:
     kinds = datasets.Features(jpg=datasets.Value("binary"), label=datasets.Value("string"))
     one = datasets.Dataset.from_dict({"jpg": [encoded(10), encoded(20)], "label": ["wolf", "fox"]}, features=kinds)

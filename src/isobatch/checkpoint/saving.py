@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checkpoint.folder import STATE, WEIGHTS, Damaged, Folder, HashedFile, fsync_folder, link_or_copy, verify
 from isobatch.errors import JobFailed
+from isobatch.resume.signature import Signature
 from isobatch.runtime.dtensor import whole_tree
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class Checkpointer:
             torch.save(tree, file)  # type: ignore[arg-type]  # it only writes
         files[STATE] = file.entry()
         weights = {name: tensor.contiguous() for name, tensor in (tree["ema"] or tree["model"]).items()}
-        save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
+        signature = Signature.read(self.about.get("plan", {}))  # so that the file alone says what its outputs stand for
+        save_file(weights, part / WEIGHTS, metadata={"format": "pt"} | (signature.metadata() if signature else {}))
         files[WEIGHTS] = hash_of(part / WEIGHTS)
         self.folder.publish(part, step, files, names)
         self.folder.finish(step, self.options.keep)

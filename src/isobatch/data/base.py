@@ -24,7 +24,11 @@ class DataInfo:
     Args:
         shape: of one input, without the batch: (C, H, W) for images, (features,) for vectors.
         num_classes: 0 = targets are numbers, not classes.
-        mean, std: per channel, of inputs in 0 .. 1; applied on the device when inputs arrive as uint8.
+        mean, std: per channel, of inputs in 0 .. 1; applied on the device when inputs arrive as uint8. () = inputs are taken
+            as the data set gives them.
+        class_names: in the order of the model's outputs; () = nobody has named them.
+        eval_size, crop_pct, interpolation: how an evaluation cuts its images out; None = it takes them as they are.
+        notes: what a person should hear of the data before it is trained on, one line each.
     """
 
     name: str
@@ -33,6 +37,10 @@ class DataInfo:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     class_names: tuple[str, ...] = ()
+    eval_size: int | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def in_chans(self) -> int:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,8 @@ class HuggingFace(ImageOptions):
                 raise ConfigError("data.eval_split", names[1], f"has no column {column}, only {', '.join(evaluation.features)}",
                                   "set data.eval_split to one that has")  # fmt: skip
         keys, named = ("data.train_split", "data.eval_split"), getattr(train.features[label], "names", None) or ()
-        classes, labels, eval_labels = numbered(self._labels(train, label), self._labels(evaluation, label), keys, names,
-                                                len(named))  # fmt: skip
+        found = aligned(self._labels(evaluation, label), getattr(evaluation.features[label], "names", None) or (), named)
+        classes, labels, eval_labels = numbered(self._labels(train, label), found, keys, names, len(named))
         return self.made(ArrowImages(train, image, names[0], labels, self, augment),
                          ArrowImages(evaluation, image, names[1], eval_labels, self, None), named or classes)  # fmt: skip
 
@@ -184,6 +185,26 @@ class ArrowImages(LabelledImages):
         if cell is None:
             raise OSError("the row holds no image")
         return bytes(cell)
+
+
+def aligned(labels: Any, theirs: Sequence[str], ours: Sequence[str]) -> Any:
+    """Class numbers (N,) of a split that numbers its classes as `theirs`, as numbers of `ours`.
+
+    Raises:
+        ConfigError: a label of a class that `ours` lacks.
+    """
+    if not (theirs and ours) or list(theirs) == list(ours):
+        return labels
+    import numpy
+
+    place = {name: i for i, name in enumerate(ours)}
+    lacking = sorted({theirs[i] for i in numpy.unique(labels).tolist() if 0 <= i < len(theirs)} - place.keys())
+    if lacking:
+        shown = ", ".join(ours[:8]) + (", ..." if len(ours) > 8 else "")
+        raise ConfigError("data.eval_split", None, f"has samples of {', '.join(lacking[:3])}, and the train split has the "
+                          f"classes {shown}", "give both the same classes")  # fmt: skip
+    table = numpy.array([place.get(name, -1) for name in theirs] + [-1])  # the last one: for the hub's -1, no label
+    return table[labels]
 
 
 def part(splits: Any, key: str, name: str) -> Any:

@@ -110,7 +110,8 @@ class ImageOptions(Reading):
 
         mean, std = self.normalization()
         shape = (self.in_chans, self.image_size, self.image_size)
-        info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes))
+        info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes),
+                        self.eval_size, self.crop_pct, self.interpolation)  # fmt: skip
 
         evaluation.size = self.eval_size or self.image_size
 

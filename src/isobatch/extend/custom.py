@@ -121,6 +121,10 @@ class CustomData(Reading):
             if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
                 problem = "is empty" if hasattr(dataset, "__len__") else "has no len() or [i]"
                 raise ConfigError("data.name", self.name, f"its {which} split {problem}", "return a map-style dataset")
+        names = [list(map(str, getattr(dataset, "classes", None) or ())) for dataset in (train, evaluation)]
+        if names[1] and names[0] != names[1]:
+            raise ConfigError("data.name", self.name, f"its eval split has the classes {_few(names[1])}, and its train split "
+                              f"{_few(names[0])}", "number both alike")  # fmt: skip
         if augment is not None:
             train = Augmented(train, augment)
         info = self._info(train)
@@ -148,7 +152,17 @@ class CustomData(Reading):
             value = getattr(self, key)
             if value and len(value) not in (1, shape[0]):
                 raise ConfigError(f"data.{key}", value, f"is not one number per channel ({shape[0]})", f"set data.{key}=null")
-        return DataInfo(self.name, shape, count or 0, tuple(self.mean or ()), tuple(self.std or ()), classes)
+        pixels = first.inputs.dtype == torch.uint8 and len(shape) == 3
+        if not pixels and (self.mean or self.std):
+            raise ConfigError("data.mean", self.mean, f"its inputs are {first.inputs.dtype}, and only uint8 images are "
+                              "normalised here", "set data.mean=null data.std=null, or return uint8 images")  # fmt: skip
+        mean, std = (tuple(value or [default]) for value, default in ((self.mean, 0.0), (self.std, 1.0)))
+        mean, std = ((v * shape[0] if len(v) == 1 else v) if pixels else () for v in (mean, std))
+        return DataInfo(self.name, shape, count or 0, mean, std, classes)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "") or "none"
 
 
 class Augmented:

@@ -96,7 +96,12 @@ class Timm(Model):
         if self.checkpoint_path:
             from isobatch.resume.first_weights import load_into
 
-            load_into(model, self.checkpoint_path)
+            load_into(model, self.checkpoint_path, info)
+        elif self.pretrained:
+            from isobatch.resume.first_weights import tell_normalization
+            from isobatch.resume.signature import Signature
+
+            tell_normalization(Signature.of_pretrained(model), info)
         if self.grad_checkpointing:
             model.set_grad_checkpointing(True)  # type: ignore[operator]
         return model

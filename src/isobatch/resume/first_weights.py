@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from isobatch.checkpoint.fitting import strip_prefixes
 from isobatch.errors import ConfigError
+from isobatch.resume.signature import UNNAMED, Signature, order, other_classes, other_normalization
 from isobatch.runtime.timm_import import timm
+
+if TYPE_CHECKING:
+    from isobatch.data import DataInfo
 
 log = logging.getLogger("isobatch")
 
@@ -19,10 +23,11 @@ INSIDE = ("checkpoints/best/model.safetensors", "checkpoints/last/model.safetens
           "model.safetensors")  # fmt: skip
 
 
-def load_into(model: nn.Module, path: str) -> None:
+def load_into(model: nn.Module, path: str, info: DataInfo) -> None:
     """Load the weights of the file or folder `path` into `model`, in torch's safe mode.
 
-    The classifier is the one part that may have other shapes, when it was made for other classes: it keeps its new weights.
+    The classifier is the one part that may differ. Made for other classes (of the same number too) it keeps its new weights;
+    made for those of the data in another order, its outputs are put into the data's.
 
     Raises:
         ConfigError: no such file, or one that does not fit.
@@ -40,7 +45,10 @@ def load_into(model: nn.Module, path: str) -> None:
     saved = strip_prefixes(read, current)  # timm strips each kind of prefix once
     named: Any = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     heads = tuple(f"{name}." for name in ((named,) if isinstance(named, str) else named))
-    new = [k for k, v in current.items() if k.startswith(heads) and (k not in saved or shape(saved[k]) != v.shape)]
+    known, data = recorded(file), Signature.of(info)
+    places = known and order(known, data)
+    other = known is not None and places is None and other_classes(known, data)
+    new = [k for k, v in current.items() if k.startswith(heads) and (other or k not in saved or shape(saved[k]) != v.shape)]
     for name in [k for k in saved if k.startswith(heads) and (k in new or k not in current)]:
         del saved[name]
     missing, extra = current.keys() - saved.keys() - set(new), saved.keys() - current.keys()
@@ -50,9 +58,33 @@ def load_into(model: nn.Module, path: str) -> None:
     for name, tensor in saved.items():
         if shape(tensor) != current[name].shape:
             raise unfit(path, f"has {name} as {list(shape(tensor) or ())}, and here it is {list(current[name].shape)}")
+    if places and places != sorted(places):
+        moved = {k: v[places] for k, v in saved.items() if k.startswith(heads) and v.shape[:1] == (len(places),)}
+        saved |= moved
+        log.info("model: the classifier's outputs (%s) are put into the order of this data's classes", ", ".join(moved))
     model.load_state_dict(saved, strict=False)
     if new:
-        log.info("model: the classifier (%s) is new, everything else comes from %s", ", ".join(new), file)
+        log.info("model: the classifier (%s) is new%s, everything else comes from %s", ", ".join(new),
+                 f" ({other})" if other else "", file)  # fmt: skip
+    elif heads and not (known and known.named and data.named):
+        log.info("model: %s", UNNAMED.format(file if data.named else "the data"))
+    tell_normalization(known, info)
+
+
+def recorded(file: Path) -> Signature | None:
+    """What the file of weights says of its classes and images; None = nothing."""
+    if file.suffix != ".safetensors":
+        return None
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        return Signature.from_metadata(opened.metadata())
+
+
+def tell_normalization(weights: Signature | None, info: DataInfo) -> None:
+    """Say so when a training begins with weights that know images of another kind: it works, and starts worse than it could."""
+    if weights and len(weights.mean) in (1, info.in_chans) and (found := other_normalization(weights, Signature.of(info))):
+        log.warning("model: %s: data.mean and data.std of the first weights would suit them better", found)
 
 
 def located(path: str) -> Path:

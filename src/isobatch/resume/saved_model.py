@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from isobatch import checkpoint
 from isobatch.checkpoint.fitting import fitted_weights
@@ -14,6 +18,11 @@ from isobatch.checkpoint.folder import Damaged
 from isobatch.config import options
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
+from isobatch.resume.signature import UNNAMED, Signature, order, other_classes, other_normalization
+
+log = logging.getLogger("isobatch")
+
+MOST_VALUES = 2**26  # of one input: what a checkpoint says of its data is not trusted with the memory
 
 
 def build(chosen: dict[str, Any], info: DataInfo, device: torch.device) -> nn.Module:
@@ -30,13 +39,67 @@ def build(chosen: dict[str, Any], info: DataInfo, device: torch.device) -> nn.Mo
     return teacher.to(device).requires_grad_(False).eval()
 
 
+class AsItLearned(nn.Module):
+    """A network that gets another one's batch as it knows images itself, and answers in the order of its classes.
+
+    Args:
+        knows: of the network; data: of the batch (Signature). Where the two agree, or one is not known, nothing is changed.
+    """
+
+    def __init__(self, network: nn.Module, knows: Signature, data: Signature):
+        super().__init__()
+        self.network, self.size, self.order = network, None, order(knows, data)
+        scale = shift = None
+        if other_normalization(knows, data):
+            mean, std, own_mean, own_std = (torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1)
+                                            for v in (data.mean, data.std, knows.mean, knows.std))  # fmt: skip
+            scale, shift = (std / own_std).float(), ((mean - own_mean) / own_std).float()
+        self.scale: Tensor | None
+        self.shift: Tensor | None
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+        if len(data.input_shape) == len(knows.input_shape) == 3 and data.input_shape[1:] != knows.input_shape[1:]:
+            self.size = knows.input_shape[1:]
+        if self.order == sorted(self.order or ()):
+            self.order = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(N, C, H, W) -> logits (N, classes)."""
+        if self.scale is not None and self.shift is not None:
+            inputs = inputs * self.scale + self.shift
+        if self.size is not None and inputs.shape[-2:] != self.size:
+            inputs = functional.interpolate(inputs, self.size, mode="bilinear", antialias=True)
+        answer: Tensor = self.network(inputs)
+        return answer if self.order is None else answer[:, self.order]
+
+
+def _fitted(network: nn.Module, knows: Signature, info: DataInfo) -> nn.Module:
+    wrapped = AsItLearned(network, knows, Signature.of(info))
+    if wrapped.scale is None and wrapped.size is None and wrapped.order is None:
+        return network
+    log.info("loss.teacher: its images are %sx%s with mean %s and std %s, so the batch is changed for it",
+             *(wrapped.size or info.shape[1:]), list(knows.mean), list(knows.std))  # fmt: skip
+    return wrapped
+
+
 def _from_timm(chosen: dict[str, Any], info: DataInfo) -> nn.Module:
     node = {"name": "timm", "arch": chosen["arch"], "pretrained": chosen["pretrained"], "kwargs": chosen["kwargs"]}
     try:
-        return options("model", node).build(info)  # type: ignore[no-any-return]
+        network: nn.Module = options("model", node).build(info)
     except ConfigError as error:
         raise ConfigError(error.key.replace("model.", "loss.teacher."), error.value, error.problem,
                           error.way_out.replace("model.", "loss.teacher.")) from None  # fmt: skip
+    if not chosen["pretrained"]:
+        return network
+    knows, fixed = Signature.of_pretrained(network), bool(getattr(network, "pretrained_cfg", {}).get("fixed_input_size"))
+    if knows.num_classes != info.num_classes:
+        raise ConfigError("loss.teacher.pretrained", True, f"the pretrained {chosen['arch']} knows {knows.num_classes} classes "
+                          f"and this data has {info.num_classes}: its classifier would be drawn at random",
+                          "train it on this data first, and name that run as loss.teacher.checkpoint")  # fmt: skip
+    if len(knows.mean) != info.in_chans:
+        knows = replace(knows, mean=(), std=())  # grey images: timm has added up the first layer's weights
+    # a network of any size takes the student's, which is what a smaller student pays for
+    return _fitted(network, replace(knows, input_shape=knows.input_shape if fixed else ()), info)
 
 
 def _from_run(run: str, info: DataInfo) -> nn.Module:
@@ -46,10 +109,17 @@ def _from_run(run: str, info: DataInfo) -> nn.Module:
     for key, value in (("pretrained", False), ("checkpoint_path", None)):  # all weights come from the checkpoint
         if key in node:
             node[key] = value
-    teacher: nn.Module = options("model", node).build(info)
+    knows = Signature.read(state["plan"])
+    if knows is None:
+        log.warning("loss.teacher: %s", UNNAMED.format(run))
+    elif (problem := other_classes(knows, Signature.of(info))) and order(knows, Signature.of(info)) is None:
+        raise ConfigError("loss.teacher.checkpoint", run, problem, "train the teacher on the classes of this data")
+    shape = knows.input_shape if knows else ()
+    sound = len(shape) == len(info.shape) and shape[:1] == info.shape[:1] and 0 < math.prod(shape) <= MOST_VALUES
+    teacher: nn.Module = options("model", node).build(replace(info, shape=shape) if sound else info)
     try:
         teacher.load_state_dict(fitted_weights(state.get("ema") or state["model"], teacher.state_dict(), "model"))
     except Damaged as problem:
         raise ConfigError("loss.teacher.checkpoint", run, f"its model does not fit data={info.name} ({problem})",
                           "train the teacher on the same data") from None  # fmt: skip
-    return teacher
+    return _fitted(teacher, knows if sound else replace(knows, input_shape=()), info) if knows else teacher

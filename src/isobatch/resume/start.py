@@ -14,7 +14,7 @@ from isobatch.checkpoint import reading
 from isobatch.checkpoint.folder import Folder
 from isobatch.checkpoint.reading import Saved
 from isobatch.errors import ConfigError
-from isobatch.resume import contract
+from isobatch.resume import contract, signature
 from isobatch.resume.contract import Difference
 from isobatch.scheduler import Schedule
 
@@ -128,9 +128,12 @@ class Resume:
         Raises:
             ConfigError: the contract has changed, or the run is further than its new end.
         """
-        if self.saved is None or self.config.task != "train":
+        if self.saved is None:
             return self.notes
-        before, step = self.saved.state["plan"], self.saved.step
+        before, step, allow = self.saved.state["plan"], self.saved.step, self.config.allow_contract_change
+        self.notes += signature.compare(before, plan, self.config.data, self.saved.run, allow, self.config.task == "evaluate")
+        if self.config.task != "train":
+            return self.notes
         changed = contract.facts_changed(before, plan, {"effective_batch": "batch.effective", **DATA_FACTS})
         cut = contract.facts_changed(before, plan, {"micro_batch": "batch.micro"})
         if exact or batch_norm:

@@ -29,6 +29,7 @@ from isobatch.checkpoint.folder import Damaged
 from isobatch.config import Config
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
+from isobatch.resume.signature import Signature
 from isobatch.resume.start import no_average
 from isobatch.run_folder.files import write_json
 
@@ -84,8 +85,9 @@ def data_info(saved: Saved) -> DataInfo:
     sound = isinstance(shape, list) and shape and all(type(n) is int and n > 0 for n in shape)
     if not sound or math.prod(shape) > MOST_VALUES or type(classes) is not int or not 0 <= classes < 2**31:
         raise ConfigError("resume", saved.path, "says nothing sound of the shape of its data", "use another checkpoint")
-    lists = {key: tuple(plan.get(key) or ()) for key in ("mean", "std", "class_names")}
-    return DataInfo("export", tuple(shape), classes, **lists)
+    known = Signature.read(plan) or Signature()
+    return DataInfo("export", tuple(shape), classes, known.mean, known.std, known.class_names,
+                    known.eval_size, known.crop_pct, known.interpolation)  # fmt: skip
 
 
 def built(node: dict[str, Any], info: DataInfo, weights: dict[str, Any], saved: Saved) -> nn.Module:
@@ -126,7 +128,8 @@ def save_weights(model: nn.Module, node: dict[str, Any], info: DataInfo, folder:
     from safetensors.torch import load_file, save_file
 
     path = folder / "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, metadata={"format": "pt"})
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path,
+              metadata={"format": "pt", **Signature.of(info).metadata()})  # fmt: skip
     if node["name"] != "timm" or node.get("small_stem"):
         again = configuration.options("model", node).build(info)
         again.load_state_dict(load_file(path))
@@ -134,7 +137,10 @@ def save_weights(model: nn.Module, node: dict[str, Any], info: DataInfo, folder:
     from isobatch.runtime.timm_import import timm
 
     own: Any = getattr(model, "pretrained_cfg", {})
-    normalise = {"mean": list(info.mean), "std": list(info.std)} if len(info.mean) == info.in_chans else {}
+    normalise: dict[str, Any] = {"mean": list(info.mean), "std": list(info.std)} if len(info.mean) == info.in_chans else {}
+    normalise |= {key: value for key in ("interpolation", "crop_pct") if (value := getattr(info, key)) is not None}
+    if info.eval_size is not None:
+        normalise["test_input_size"] = [info.in_chans, info.eval_size, info.eval_size]
     write_json(folder / "config.json", {
         "architecture": str(node["arch"]).split(".")[0], "num_classes": info.num_classes,
         "num_features": int(getattr(model, "num_features", 0)), "label_names": list(info.class_names) or None,
