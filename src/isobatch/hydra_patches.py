@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import count
@@ -72,18 +72,18 @@ class NumberPath(SearchPathPlugin):
 
 
 _instantiate_launcher = Plugins.instantiate_launcher
+_choose: Callable[..., Any] | None = None  # sweeps.launchers.choose, which stands above this file
 
 
 def _launcher_of_sweep(self: Plugins, hydra_context: Any, task_function: Any, config: Any) -> Any:
     """Every sweeper asks for its launcher here, so here `sweep.dry_run` and `sweep.parallel_jobs` get their say."""
     from isobatch.errors import ConfigError
-    from isobatch.sweeps.launchers import choose
 
     def make() -> Any:
         return _instantiate_launcher(self, hydra_context, task_function, config)
 
     try:
-        return choose(make, hydra_context, task_function, config)
+        return make() if _choose is None else _choose(make, hydra_context, task_function, config)
     except ConfigError as refusal:
         print(f"isobatch: {refusal}", file=sys.stderr, flush=True)
         raise SystemExit(refusal.exit_code) from None  # Hydra would print a stack for any Exception
@@ -174,8 +174,15 @@ def help_screen(conf: Path, program: str = "train.py", width: int = 112) -> str:
     return str(text).rstrip()
 
 
-def install(arguments: Sequence[str] = ()) -> None:
-    """Register everything; `arguments` is the command line that a launch was given (none: nothing will be run)."""
+def install(arguments: Sequence[str] = (), choose_launcher: Callable[..., Any] | None = None) -> None:
+    """Register everything.
+
+    Args:
+        arguments: the command line that a launch was given (none: nothing will be run).
+        choose_launcher: (make, hydra_context, task_function, config) -> the launcher of a sweep; None = as Hydra does.
+    """
+    global _choose
+    _choose = choose_launcher
     Override.value = _value_of_choice  # type: ignore[method-assign]
     Plugins.instantiate_launcher = _launcher_of_sweep  # type: ignore[method-assign,assignment]
     Plugins.instance().register(NumberSource)

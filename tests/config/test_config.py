@@ -10,8 +10,8 @@ import yaml
 from harness import plain
 
 from isobatch.config import TABLES, BatchOptions, Settings, SweepOptions, load
+from isobatch.config.schema import CostOptions
 from isobatch.errors import ConfigError
-from isobatch.planner.cost import CostOptions
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = [p for group in TABLES for p in sorted((CONF / group).glob("*.yaml"))]

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 
 from isobatch import config as configuration
 from isobatch import hydra_patches
-from isobatch.cli.command import check_words, plain_config
+from isobatch.cli.command import check_words
+from isobatch.config import plain_config
 from isobatch.errors import ConfigError
 
 
@@ -110,7 +111,7 @@ def test_composing_and_checking_imports_no_torch() -> None:
         "import sys; from pathlib import Path; from isobatch.cli import command; from isobatch import config, hydra_patches\n"
         "from hydra import compose, initialize_config_dir\n"
         "with initialize_config_dir(str(config.conf_folder()), version_base='1.3'): c = compose('config')\n"
-        "config.load(command.plain_config(c, Path())); hydra_patches.help_screen(config.conf_folder())\n"
+        "config.load(config.plain_config(c, Path())); hydra_patches.help_screen(config.conf_folder())\n"
         "heavy = {'torch', 'timm', 'torchvision', 'wandb', 'matplotlib', 'sklearn', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

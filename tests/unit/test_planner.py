@@ -182,9 +182,9 @@ def test_a_trial_leaves_nothing_behind() -> None:
 def test_the_ring_and_the_table_worked_out_by_hand() -> None:
     options = cost.CostOptions(bandwidth_gb_s=2.0, latency_us=50.0)
     wire = WholeGradients(10**9)
-    assert options.seconds(wire.window(1, 1)[0].backward) == 0
+    assert cost.seconds(options, wire.window(1, 1)[0].backward) == 0
     # 4 replicas: 6 messages of a quarter of 1 GB at 2 GB/s, and 6 times 50 us
-    assert options.seconds(wire.window(4, 1)[0].backward) == pytest.approx(6 * 0.125 + 6 * 50e-6)
+    assert cost.seconds(options, wire.window(4, 1)[0].backward) == pytest.approx(6 * 0.125 + 6 * 50e-6)
     measured = cost.Measured(samples=8, forward_s=0.1, backward_s=0.3)  # 50 ms a sample, 37.5 of them backward
     row = cost.row(Batch(64, 8, 4), 4, measured, wire, options)
     assert (row.replicas, row.micro_batch, row.accumulation_steps) == (4, 8, 2)

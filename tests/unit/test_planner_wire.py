@@ -34,8 +34,8 @@ def test_a_window_of_parts_worked_out_by_hand() -> None:
     wire = Parts(GB, GB, 5, 8 * GB // 10, 4)
     first, last = wire.window(4, 2)
     assert first == last and first.forward == (Ring(GB, 4, 5),)
-    assert NETWORK.seconds(first.forward) == pytest.approx(gather)
-    assert NETWORK.seconds(first.backward) == pytest.approx(again + reduce)
+    assert cost.seconds(NETWORK, first.forward) == pytest.approx(gather)
+    assert cost.seconds(NETWORK, first.backward) == pytest.approx(again + reduce)
     row = cost.row(Batch(64, 8, 4), 4, MEASURED, wire, NETWORK)
     assert row.network_ms == pytest.approx(2e3 * (gather + again + reduce)) == pytest.approx(row.update_ms)  # nothing is hidden
     # eight micro steps on one replica's worth each, four times the samples: 1.0521 s instead of 0.4 s
@@ -57,8 +57,8 @@ def test_copies_of_parts_worked_out_by_hand() -> None:
     wire = Parts(GB, GB, 5, shard_size=2)
     (exchange,) = wire.window(4, 1)
     # two parts: one message of 0.5 GB (0.25 s); then half of the gradients over two copies: twice one message of 0.25 GB
-    assert NETWORK.seconds(exchange.forward) == pytest.approx(0.25 + 5 * 50e-6)
-    assert NETWORK.seconds(exchange.backward) == pytest.approx(0.25 + 5 * 50e-6 + 2 * (0.125 + 5 * 50e-6))
+    assert cost.seconds(NETWORK, exchange.forward) == pytest.approx(0.25 + 5 * 50e-6)
+    assert cost.seconds(NETWORK, exchange.backward) == pytest.approx(0.25 + 5 * 50e-6 + 2 * (0.125 + 5 * 50e-6))
     assert wire.window(3, 1)[0].forward == (Ring(GB, 3, 5),) and wire.window(2, 1) == Parts(GB, GB, 5).window(2, 1)
 
 

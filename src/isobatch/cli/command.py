@@ -22,19 +22,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from isobatch import hydra_patches, launch, sweeps
 from isobatch.cli import saved_overrides
 from isobatch.cli.swept_overrides import reachable
 from isobatch.cli.verbs import run_verb
-from isobatch.config import conf_folder, resolved
+from isobatch.config import conf_folder, plain_config
 from isobatch.errors import ConfigError, Stopped
 from isobatch.runtime.distributed import ranks_from_environment
 from isobatch.sweeps import launchers
 
-# Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
-INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint", "model.checkpoint_path")
 HYDRA_OPTIONS = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--info"}
 
 
@@ -79,34 +76,6 @@ def one_job(cfg: DictConfig) -> float | None:
     raise SystemExit(code)
 
 
-def plain_config(cfg: DictConfig, cwd: Path) -> dict[str, Any]:
-    """`cfg` resolved to plain data, with input paths made absolute against `cwd`.
-
-    Raises:
-        ConfigError: a value that is missing, or refers to one that is not there.
-    """
-    try:
-        plain = resolved(cfg)
-    except OmegaConfBaseException as error:
-        key = str(error.full_key)
-        raise ConfigError(key, "???" if "Missing" in type(error).__name__ else "${...}", str(error).splitlines()[0],
-                          f"set {key}=... on the command line") from None  # fmt: skip
-    for dotted in INPUT_PATHS:
-        *groups, key = dotted.split(".")
-        node: Any = plain
-        for group in groups:
-            node = node.get(group) if isinstance(node, dict) else None  # a text in a group's place is refused later
-        if isinstance(node, dict) and isinstance(node.get(key), str) and node[key]:
-            try:
-                path = (cwd / Path(node[key]).expanduser()).resolve()
-                path.exists()  # raises for what no file system takes, as for a name that is too long
-            except (OSError, RuntimeError, ValueError) as error:
-                problem = getattr(error, "strerror", None) or str(error)
-                raise ConfigError(dotted, node[key][:60], f"is no path: {problem}", f"set {dotted} to a path") from None
-            node[key] = str(path)
-    return plain
-
-
 def close_log(run_dir: Path) -> None:
     """Let go of the job's log file: what Hydra says between jobs belongs in none of them."""
     root = logging.getLogger()
@@ -145,7 +114,7 @@ def main() -> None:
             print(hydra_patches.help_screen(conf_folder(), sys.argv[0]))
             sys.exit(0)
         sys.argv[1:] = reachable(sys.argv[1:])
-        hydra_patches.install(["run", *sys.argv[1:]])
+        hydra_patches.install(["run", *sys.argv[1:]], launchers.choose)
         one_job()
         code = 0 if launchers.all_done() else 1
     except ConfigError as refusal:

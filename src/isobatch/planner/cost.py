@@ -1,6 +1,6 @@
 """How long an update takes on more replicas than there are here: compute as measured, the network as computed.
 
-No torch: the config reads this file.
+No torch.
 """
 
 from __future__ import annotations
@@ -8,34 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isobatch.batch_plan import Batch, ceil_div
-from isobatch.checks import positive, within
+from isobatch.config import CostOptions
 from isobatch.parallel.wire import Exchange, Parts, Ring, WholeGradients
 
 REPLICAS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 
 
-@dataclass(frozen=True)
-class CostOptions:
-    """The network between replicas, for `task=plan`.
-
-    Args:
-        bandwidth_gb_s: GB/s (10^9 bytes) that a replica sends while it receives as much; null: no cost model.
-        latency_us: microseconds of one message from a replica to the next.
-    """
-
-    bandwidth_gb_s: float | None = None
-    latency_us: float = 20.0
-
-    def __post_init__(self) -> None:
-        if self.bandwidth_gb_s is not None:
-            positive("cost.bandwidth_gb_s", self.bandwidth_gb_s)
-        within("cost.latency_us", self.latency_us, 0, 1e9)
-
-    def seconds(self, rings: tuple[Ring, ...]) -> float:
-        """One ring after another: in each ranks - 1 messages in a row, of nbytes / ranks, each with a latency per piece."""
-        assert self.bandwidth_gb_s is not None
-        byte_s, latency_s = 1e-9 / self.bandwidth_gb_s, self.latency_us * 1e-6
-        return sum((r.ranks - 1) * (r.nbytes / r.ranks * byte_s + r.pieces * latency_s) for r in rings)
+def seconds(options: CostOptions, rings: tuple[Ring, ...]) -> float:
+    """One ring after another: in each ranks - 1 messages in a row, of nbytes / ranks, each with a latency per piece."""
+    assert options.bandwidth_gb_s is not None
+    byte_s, latency_s = 1e-9 / options.bandwidth_gb_s, options.latency_us * 1e-6
+    return sum((r.ranks - 1) * (r.nbytes / r.ranks * byte_s + r.pieces * latency_s) for r in rings)
 
 
 @dataclass(frozen=True)
@@ -82,7 +65,7 @@ def row(batch: Batch, replicas: int, measured: Measured, wire: WholeGradients | 
     largest = ceil_div(here.effective, here.num_shards)
     compute = here.accumulation_steps * largest * measured.sample_s
     window = wire.window(replicas, here.accumulation_steps)
-    network = sum(options.seconds(exchange.forward + exchange.backward) for exchange in window)
+    network = sum(seconds(options, exchange.forward + exchange.backward) for exchange in window)
     update = compute + _waiting_s(window, largest, measured, options)
     alone, steps = batch.effective * measured.sample_s, ceil_div(batch.effective, batch.micro)
     grown = alone + _waiting_s(wire.window(replicas, steps), batch.effective / steps, measured, options)
@@ -94,7 +77,7 @@ def _waiting_s(window: list[Exchange], samples: float, measured: Measured, optio
     """Seconds that a window takes beyond its compute: each forward and each backward, of `samples` samples, hides what it
     can of the exchange beside it."""
     forward, backward = (s / measured.samples * samples for s in (measured.forward_s, measured.backward_s))
-    return sum(max(0.0, options.seconds(exchange.forward) - forward) + max(0.0, options.seconds(exchange.backward) - backward)
+    return sum(max(0.0, seconds(options, exchange.forward) - forward) + max(0.0, seconds(options, exchange.backward) - backward)
                for exchange in window)  # fmt: skip
 
 

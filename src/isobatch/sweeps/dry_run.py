@@ -83,15 +83,13 @@ class DryRun:
 
     def job(self, number: int, overrides: list[str]) -> tuple[dict[str, Any], Path]:
         """The job's resolved config and its folder, which need not be there: what Hydra's launcher does before a job."""
-        from isobatch.cli.command import plain_config
-
         config = self.loader.load_sweep_config(self.config, overrides)
         config.hydra.job.id, config.hydra.job.num = str(number), number
         before = HydraConfig.instance().cfg
         HydraConfig.instance().set_config(config)
         try:
             run_dir = self.folder / str(config.hydra.sweep.subdir)
-            return plain_config(hydra_patches.without_hydra(config), Path.cwd()), run_dir
+            return configuration.plain_config(hydra_patches.without_hydra(config), Path.cwd()), run_dir
         finally:
             HydraConfig.instance().cfg = before
 

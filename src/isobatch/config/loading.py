@@ -1,0 +1,120 @@
+"""From plain data to the typed tree: types, ranges, choices, and what no group can see alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from isobatch.batch_plan import resolve_batch
+from isobatch.checks import complaint, way_to_option
+from isobatch.config.schema import BatchOptions, Config, CostOptions, Settings, SweepOptions
+from isobatch.config.tables import TABLES
+from isobatch.errors import ConfigError
+
+
+def load(plain: Mapping[str, Any]) -> Config:
+    """Build the typed tree from the composed, resolved, plain data.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, a value out of range, a choice that no table has, or settings that
+            contradict each other.
+    """
+    names = plain.get("imports") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError("imports", names, "is no list of modules", "set imports=[my_package.models]")
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError("imports", name, f"cannot be imported ({error})",
+                              f"set imports=[{name[:-3]}], the module's name" if name.endswith(".py") else
+                              "install the package or put its folder on PYTHONPATH") from None  # fmt: skip
+    refuse_interpolations(plain, "")
+    scalars = {key: value for key, value in plain.items() if key not in TABLES}
+    batch = typed(BatchOptions, scalars.pop("batch", {}), "batch.")
+    sweep = typed(SweepOptions, scalars.pop("sweep", {}), "sweep.")
+    cost = typed(CostOptions, scalars.pop("cost", {}), "cost.")
+    settings = typed(Settings, scalars, "")
+    groups = {group: options(group, plain.get(group)) for group in TABLES}
+    values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
+    config = Config(**{**values, **groups, "batch": batch, "sweep": sweep, "cost": cost, "plain": dict(plain)})
+    check_together(config)
+    return config
+
+
+def refuse_interpolations(node: Any, key: str) -> None:
+    """Raise ConfigError for text that OmegaConf would resolve: a config that somebody else made could read the environment.
+
+    What Hydra composes for a person is resolved before it comes here.
+    """
+    if isinstance(node, str) and "${" in node:
+        raise ConfigError(key, node[:60], "holds an interpolation in finished data", "write the value itself")
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        refuse_interpolations(child, f"{key}.{name}" if key else str(name))
+
+
+def options(group: str, node: Any) -> Any:
+    """The options dataclass that `node["name"]` names in the group's table, filled from the rest of `node`."""
+    table = TABLES[group]
+    name = node.get("name") if isinstance(node, Mapping) else None
+    if not isinstance(name, str) or name not in table:
+        near = difflib.get_close_matches(str(name), table, n=3) or sorted(table)
+        raise ConfigError(f"{group}.name", name, f"no such {group}", f"choose one of {', '.join(near)}")
+    return typed(table[name], node, group + ".")
+
+
+def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
+    """`cls` built from `node` with OmegaConf's conversions; its complaints become one line with the full key."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    if not isinstance(node, Mapping):
+        raise ConfigError(prefix.rstrip("."), node, "is a group of settings", f"set {prefix}{min(known)} and others in it")
+    for key in node:
+        if key not in known:
+            what = f"{prefix[:-1]}={node['name']}" if "name" in node else prefix.rstrip(".") or "isobatch"
+            raise ConfigError(prefix + str(key), node[key], f"{what} has no such option",
+                              way_to_option(prefix, str(key), known - {"name"}, TABLES.get(prefix[:-1], {})))  # fmt: skip
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), dict(node)))
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "")
+        value: Any = node
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else value
+        problem = complaint(str(error.msg or error).splitlines()[0])
+        raise ConfigError(prefix + key, value, problem, "see the comments in conf/ for the values it takes") from None
+
+
+def check_together(config: Config) -> None:
+    """What no group can see alone."""
+    micro = config.batch.micro if config.batch.micro != "auto" else None
+    replicas = config.parallel.known_replicas
+    if config.batch.micro != "auto":
+        # without the number of replicas only what holds for every one of them can be checked yet; a resumed run keeps
+        # the micro batch that it was cut with, and its accumulation follows
+        known = replicas and config.resume is None
+        resolve_batch(config.batch.effective, micro, config.accumulation.steps if known else None, replicas or 1)
+    elif config.batch.effective is None:
+        raise ConfigError("batch.effective", None, "batch.micro=auto needs an effective batch to divide",
+                          "set batch.effective=48")  # fmt: skip
+    config.parallel.check_with(config)
+    if config.augment.name != "none" and config.data.kind != "images":
+        raise ConfigError("augment.name", config.augment.name, f"data={config.data.name} are no images",
+                          "set augment=none")  # fmt: skip
+
+
+def check_inputs(config: Config) -> None:
+    """What has to lie on this machine before anything starts (folders, files); not needed to read a config.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    check = getattr(config.data, "check", None)
+    if check is not None and config.task != "export":
+        check()

@@ -1,0 +1,80 @@
+"""Configs as plain data: from Hydra's tree, from a file, as YAML. Nothing here knows what the keys mean, but for the paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from isobatch.errors import ConfigError
+
+# Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
+INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint", "model.checkpoint_path")
+
+
+def conf_folder() -> Path:
+    """conf/ of the installed wheel, or of the repository that this file sits in."""
+    packaged = Path(__file__).parents[1] / "conf"
+    return packaged if packaged.is_dir() else Path(__file__).parents[3] / "conf"
+
+
+def resolved(composed: Any) -> dict[str, Any]:
+    """Hydra's composed config as plain data: interpolations resolved, nothing missing."""
+    plain: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore
+    return plain
+
+
+def to_yaml(plain: Mapping[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
+
+
+def read_yaml(path: Path) -> dict[str, Any] | None:
+    """A config.yaml as plain data (nothing in it is interpreted); None when there is none that can be read."""
+    try:
+        plain: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (OSError, OmegaConfBaseException, ValueError, YAMLError):
+        return None
+    return plain if isinstance(plain, dict) else None
+
+
+def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested data as dotted key -> value; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def plain_config(composed: Any, cwd: Path) -> dict[str, Any]:
+    """Hydra's composed config to plain data, with input paths made absolute against `cwd`.
+
+    Raises:
+        ConfigError: a value that is missing, or refers to one that is not there.
+    """
+    try:
+        plain = resolved(composed)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key)
+        raise ConfigError(key, "???" if "Missing" in type(error).__name__ else "${...}", str(error).splitlines()[0],
+                          f"set {key}=... on the command line") from None  # fmt: skip
+    for dotted in INPUT_PATHS:
+        *groups, key = dotted.split(".")
+        node: Any = plain
+        for group in groups:
+            node = node.get(group) if isinstance(node, dict) else None  # a text in a group's place is refused later
+        if isinstance(node, dict) and isinstance(node.get(key), str) and node[key]:
+            try:
+                path = (cwd / Path(node[key]).expanduser()).resolve()
+                path.exists()  # raises for what no file system takes, as for a name that is too long
+            except (OSError, RuntimeError, ValueError) as error:
+                problem = getattr(error, "strerror", None) or str(error)
+                raise ConfigError(dotted, node[key][:60], f"is no path: {problem}", f"set {dotted} to a path") from None
+            node[key] = str(path)
+    return plain

@@ -1,0 +1,132 @@
+"""The typed tree: the top-level keys, and of each group the class that its table names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobatch.checks import choice, positive, within
+from isobatch.errors import ConfigError
+from isobatch.model import COMPILE
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    effective: int | None = 48
+    micro: Any = None  # a positive integer, null, or `auto`: the largest that fits
+
+    def __post_init__(self) -> None:
+        if self.effective is not None:
+            positive("batch.effective", self.effective)
+        if isinstance(self.micro, bool) or not (self.micro in (None, "auto") or isinstance(self.micro, int)):
+            raise ConfigError("batch.micro", self.micro, "is neither a positive integer, null nor auto",
+                              "set batch.micro=16, batch.micro=null or batch.micro=auto")  # fmt: skip
+        if isinstance(self.micro, int):
+            positive("batch.micro", self.micro)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What concerns the jobs of a sweep together.
+
+    Args:
+        tolerance: every job has to train what the first one does: largest relative distance of weights and losses
+            (0: to the bit; null: do not ask). The sweep ends with exit code 1 when one does not.
+        skip_unavailable: a job that this machine cannot run (too few devices, a precision it lacks) is listed as skipped
+            with the reason, and does not make the sweep fail.
+        dry_run: list the jobs with their plans and costs, and run none.
+        parallel_jobs: how many at a time on this machine, each with its own GPUs and cores; on SLURM, of the array.
+    """
+
+    tolerance: float | None = None
+    skip_unavailable: bool = False
+    dry_run: bool = False
+    parallel_jobs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None:
+            within("sweep.tolerance", self.tolerance, 0, 1e6)
+        positive("sweep.parallel_jobs", self.parallel_jobs)
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """The network between replicas, for `task=plan`.
+
+    Args:
+        bandwidth_gb_s: GB/s (10^9 bytes) that a replica sends while it receives as much; null: no cost model.
+        latency_us: microseconds of one message from a replica to the next.
+    """
+
+    bandwidth_gb_s: float | None = None
+    latency_us: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.bandwidth_gb_s is not None:
+            positive("cost.bandwidth_gb_s", self.bandwidth_gb_s)
+        within("cost.latency_us", self.latency_us, 0, 1e9)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The top-level keys that are no group."""
+
+    task: str = "train"
+    seed: int = 0
+    epochs: int | None = 15
+    steps: int | None = None
+    batch: Any = None  # BatchOptions, SweepOptions and CostOptions: built on their own, since OmegaConf cannot fill a
+    sweep: Any = None  # frozen dataclass inside another one
+    cost: Any = None
+    max_grad_norm: float | None = None
+    log_every: int = 10
+    eval_every: int | None = None
+    log_weights: int = 0
+    warmup: int = 0
+    resume: str | None = None
+    allow_contract_change: bool = False
+    imports: list[str] = field(default_factory=list)
+    deterministic: bool = False
+    threads: int | None = None
+    compile: Any = False
+    channels_last: bool | None = None
+    on_nonfinite: str = "stop"
+
+    def __post_init__(self) -> None:
+        choice("task", self.task, ("train", "evaluate", "export", "plan"))
+        within("warmup", self.warmup, 0, 1e9)
+        choice("compile", self.compile, COMPILE)
+        choice("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", self.seed, "is not in 0 .. 2^63-1", "set seed=0")
+        if (self.epochs is None) == (self.steps is None):
+            raise ConfigError("steps", self.steps, f"exactly one of steps and epochs={self.epochs} has to be null",
+                              f"set epochs=null steps={self.steps or 1000} or steps=null epochs=15")  # fmt: skip
+        for key in ("epochs", "steps", "log_every", "eval_every", "threads", "max_grad_norm"):
+            if getattr(self, key) is not None:
+                positive(key, getattr(self, key))
+        if self.threads is not None and self.threads > 4096:
+            raise ConfigError("threads", self.threads, "is more than any machine has", "set threads=null")
+        if self.task in ("evaluate", "export") and self.resume is None:
+            raise ConfigError("resume", None, f"task={self.task} needs a run to {self.task}", "set resume=<run folder>")
+
+
+@dataclass(frozen=True)
+class Config(Settings):
+    """The whole tree. `plain` is the resolved data it was built from: what config.yaml, checkpoints and W&B get."""
+
+    parallel: Any = None
+    precision: Any = None
+    sampler: Any = None
+    accumulation: Any = None
+    reduction: Any = None
+    data: Any = None
+    augment: Any = None
+    model: Any = None
+    loss: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    ema: Any = None
+    checkpoint: Any = None
+    logger: Any = None
+    plain: dict[str, Any] = field(default_factory=dict)
