@@ -13,7 +13,7 @@ from isobatch.logger.protocol import Logger, RunInfo, Table
 if TYPE_CHECKING:
     from torch import nn
 
-    from isobatch.logger import TensorBoard
+    from isobatch.logger.options import TensorBoard
 
 
 class TensorBoardLogger(Logger):

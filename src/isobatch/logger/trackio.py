@@ -13,7 +13,7 @@ from isobatch.logger import job_facts
 from isobatch.logger.protocol import Logger, RunInfo
 
 if TYPE_CHECKING:
-    from isobatch.logger import Trackio
+    from isobatch.logger.options import Trackio
 
 log = logging.getLogger("isobatch")
 

@@ -24,7 +24,7 @@ from isobatch.logger.protocol import Logger, RunInfo, Table
 if TYPE_CHECKING:
     from torch import nn
 
-    from isobatch.logger import WeightsAndBiases
+    from isobatch.logger.options import WeightsAndBiases
     from isobatch.logger.predictions import Predictions
 
 log = logging.getLogger("isobatch")

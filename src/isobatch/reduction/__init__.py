@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.batch_plan import BatchPlan
-    from isobatch.precision import WorkingCopy
+    from isobatch.precision.masters import WorkingCopy
     from isobatch.reduction.fast import FastReducer
     from isobatch.runtime.distributed import Ranks
 

@@ -25,7 +25,7 @@ from isobatch.runtime.distributed import Ranks
 if TYPE_CHECKING:
     from isobatch.batch_plan import BatchPlan, Window
     from isobatch.data.feed import MicroBatch
-    from isobatch.precision import WorkingCopy
+    from isobatch.precision.masters import WorkingCopy
     from isobatch.reduction import Exact
 
 UNDER_WAY = 2  # buckets whose exchange may be unfinished when the next one starts: bounds the memory for messages

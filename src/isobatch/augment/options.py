@@ -1,0 +1,179 @@
+"""Group `augment`: per-sample transforms and batch mixing. Every draw is bound to the sample or the shard by its seed.
+
+Order within a sample: crop, flip, color jitter, policy, random erasing. Mixing (mixup, cutmix) runs on the device, within a
+shard, so that it is the same on every hardware plan.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from isobatch.checks import choice, within
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from isobatch.augment.sample import SampleTransform
+    from isobatch.data import DataInfo
+
+CROPS = ("auto", "resized", "pad", "none")
+FRACTIONS = ("p", "mstd", "a")  # parts of timm's policies that may have a point
+TRANSFORM_SETS = ("tweights", "t3a", "t3aw")  # of RandAugment
+
+
+@dataclass(frozen=True)
+class NoAugment:
+    """Nothing: training images are read as evaluation images are."""
+
+    name: str = "none"
+
+    def sample_transform(self, data: Any) -> SampleTransform | None:
+        """What augments one sample of `data` (the options of group data); None = nothing."""
+        return None
+
+    def batch_transform(self, info: DataInfo, seed: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """What mixes a micro batch on the device; None = nothing. See Feed.prepare."""
+        return None
+
+
+@dataclass(frozen=True)
+class Simple(NoAugment):
+    """
+    Args:
+        crop: `resized` (a random part of the image, resized), `pad` (shifted by up to `padding` pixels, black outside),
+            `none`; auto = resized for image files, pad for images in memory.
+        scale, ratio: area (share of the image) and aspect ratio of a resized crop.
+        padding: pixels of a pad crop; flip: chance of a horizontal flip.
+        color_jitter: strength for brightness, contrast and saturation.
+        erase: chance of random erasing (Zhong et al. 2017): 2 to 33 % of the area become noise.
+        mixup, cutmix: alpha of the beta distribution, 0 = off; with both, cutmix in `switch` of the cases.
+        mix_prob: chance that a shard is mixed; mix_mode: one mixing per shard (`batch`) or per sample (`elem`).
+    """
+
+    name: str = "simple"
+    crop: str = "auto"
+    scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
+    ratio: list[float] = field(default_factory=lambda: [0.75, 1.3333])
+    padding: int = 4
+    flip: float = 0.5
+    color_jitter: float = 0.0
+    erase: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    switch: float = 0.5
+    mix_prob: float = 1.0
+    mix_mode: str = "batch"
+
+    def __post_init__(self) -> None:
+        choice("augment.crop", self.crop, CROPS)
+        choice("augment.mix_mode", self.mix_mode, ("batch", "elem"))
+        for key in ("flip", "erase", "switch", "mix_prob"):
+            within(f"augment.{key}", getattr(self, key), 0, 1)
+        for key in ("padding", "color_jitter", "mixup", "cutmix"):
+            within(f"augment.{key}", getattr(self, key), 0, 1000)
+        for key in ("scale", "ratio"):
+            pair = getattr(self, key)
+            if len(pair) != 2 or not 0 < pair[0] <= pair[1] <= (1 if key == "scale" else 1000):
+                raise ConfigError(f"augment.{key}", pair, "is no range of positive numbers",
+                                  "set augment.scale=[0.08,1] or augment.ratio=[0.75,1.3333]")  # fmt: skip
+
+    @property
+    def policy_name(self) -> str:
+        """timm's text for the policy; empty = none."""
+        return ""
+
+    def sample_transform(self, data: Any) -> SampleTransform | None:
+        from isobatch.augment.sample import SampleTransform
+
+        channels = getattr(data, "in_chans", None)
+        if (self.policy_name or self.color_jitter) and channels not in (None, 1, 3):
+            raise ConfigError("augment.name", self.name, f"works on images of 1 or 3 channels, not {channels}",
+                              "set augment=simple")  # fmt: skip
+        files = hasattr(data, "decode")
+        mean, std = data.normalization() if files else ((0.5,), (0.25,))
+        crop = ("resized" if files else "pad") if self.crop == "auto" else self.crop
+        return SampleTransform(
+            crop=crop, scale=(self.scale[0], self.scale[1]), ratio=(self.ratio[0], self.ratio[1]),
+            padding=self.padding, flip=self.flip, color_jitter=self.color_jitter, policy=self.policy_name,
+            erase=self.erase, mean=mean, std=std, interpolation=getattr(data, "interpolation", "bilinear"),
+            size=getattr(data, "image_size", None), value_range=getattr(data, "value_range", (0.0, 1.0)),
+        )  # fmt: skip
+
+    def batch_transform(self, info: DataInfo, seed: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        if not (self.mixup or self.cutmix):
+            return None
+        if not info.num_classes or len(info.shape) != 3:
+            raise ConfigError("augment.mixup" if self.mixup else "augment.cutmix", self.mixup or self.cutmix,
+                              f"mixes images with classes, and data={info.name} has none",
+                              "set augment.mixup=0 augment.cutmix=0")  # fmt: skip
+        from isobatch.augment.mixing import ShardMixer
+
+        return ShardMixer(self.mixup, self.cutmix, self.switch, self.mix_prob, self.mix_mode, info.num_classes, seed)
+
+
+@dataclass(frozen=True)
+class RandAugment(Simple):
+    """RandAugment (Cubuk et al. 2019) by timm, after crop and flip.
+
+    Args:
+        policy: timm's text: `rand-m9-mstd0.5-inc1` = magnitude 9, its deviation 0.5, increasing severity; n = operations.
+    """
+
+    name: str = "randaugment"
+    policy: str = "rand-m9-mstd0.5-inc1"
+    kinds: ClassVar[tuple[str, ...]] = ("rand",)
+    parts: ClassVar[dict[str, tuple[float, float]]] = {"m": (0, 100), "n": (1, 100), "p": (0, 1), "mstd": (0, 1000),
+                                                       "mmax": (1, 100), "inc": (0, 1)}  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind, *parts = self.policy.split("-")
+        if kind not in self.kinds:
+            raise ConfigError("augment.policy", self.policy, f"is no policy of {self.name}",
+                              f"begin it with {' or '.join(self.kinds)}")  # fmt: skip
+        for part in parts:
+            self.check_part(part)
+
+    def check_part(self, part: str) -> None:
+        """Raise ConfigError for what timm would leave out without a word, stop at with an assertion, or never be done with."""
+        if "n" in self.parts and part in TRANSFORM_SETS:
+            return
+        match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", part)
+        if match is None or match[1] not in self.parts or ("." in match[2] and match[1] not in FRACTIONS):
+            names = ", ".join(f"{name}<{'number' if name in FRACTIONS else 'integer'}>" for name in self.parts)
+            raise ConfigError("augment.policy", self.policy, f"has the part {part!r}, which says nothing",
+                              f"parts of {self.name} are {names}, with a dash between them")  # fmt: skip
+        low, high = self.parts[match[1]]
+        if not low <= float(match[2]) <= high:
+            raise ConfigError("augment.policy", self.policy, f"{match[1]} is not between {low:g} and {high:g}",
+                              f"set {match[1]} into that range")  # fmt: skip
+
+    @property
+    def policy_name(self) -> str:
+        return self.policy
+
+
+@dataclass(frozen=True)
+class AutoAugment(RandAugment):
+    """AutoAugment (Cubuk et al. 2018) by timm: `original`, `v0` and their `r` forms; `3a` is 3-Augment (Touvron 2022)."""
+
+    name: str = "autoaugment"
+    policy: str = "original-mstd0.5"
+    kinds: ClassVar[tuple[str, ...]] = ("original", "originalr", "v0", "v0r", "3a")
+    parts: ClassVar[dict[str, tuple[float, float]]] = {"mstd": (0, 1000)}
+
+
+@dataclass(frozen=True)
+class AugMix(RandAugment):
+    """AugMix (Hendrycks et al. 2019) by timm, without its consistency loss: m = magnitude, w = chains."""
+
+    name: str = "augmix"
+    policy: str = "augmix-m3-w3"
+    kinds: ClassVar[tuple[str, ...]] = ("augmix",)
+    parts: ClassVar[dict[str, tuple[float, float]]] = {"m": (0, 100), "w": (1, 100), "d": (1, 100), "a": (0.001, 1000),
+                                                       "b": (0, 1), "mstd": (0, 1000)}  # fmt: skip
