@@ -127,3 +127,18 @@ def test_a_run_that_is_not_there_is_refused_before_anything_is_composed(tmp_path
 def test_without_resume_nothing_changes(tmp_path: Path) -> None:
     for words in ([], ["seed=1"], ["resume=null"], ["resume="], ["resume=a,b", "seed=1"], ["-m", "seed=1,2"]):
         assert expand(words, tmp_path) == (words, [])
+
+
+def test_a_default_that_changed_since_stays_as_the_run_had_it(tmp_path: Path) -> None:
+    def earlier(data: str, *typed: str) -> list[str]:
+        run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        saved(run, "data=image_folder", config=f"data: {data}\n")
+        return [word for word in expand([f"resume={run}", *typed], tmp_path)[0] if "exif" in word]
+
+    assert earlier("{name: image_folder}") == ["++data.exif=ignore"]  # older than the option
+    assert earlier("{name: image_folder, exif: apply}") == ["++data.exif=apply"]
+    assert earlier("{name: digits}") == [] == earlier("{name: nope}") == earlier("[1]") == earlier("{name: csv, exif: [1]}")
+    assert earlier("{name: image_folder}", "data.exif=apply") == ["data.exif=apply"]
+    before = plain("data=image_folder", "data.root=x")
+    del before["data"]["exif"]
+    assert [str(d) for d in differences(before, plain("data=image_folder", "data.root=x"))] == ["data.exif ignore -> apply"]

@@ -16,7 +16,7 @@ from PIL import Image
 from isobatch.config import options
 from isobatch.data.files import Names
 from isobatch.errors import ConfigError
-from isobatch.pixels import center_box, read_image, scaled
+from isobatch.pixels import Decoding, center_box, read_image, scaled
 
 
 def photo(path: Path, size: tuple[int, int] = (96, 64), seed: int = 0, **save: Any) -> Path:
@@ -124,7 +124,7 @@ def test_reduced_decoding_shows_the_same_crop(tmp_path: Path, size: tuple[int, i
         assert (width, height) == size, "the crop is chosen in the full image"
         return width // 5, height // 7, min(size) * 2 // 3, min(size) * 3 // 4
 
-    full = read_image(str(path), box, wanted, "bilinear", reduced=False).float()
+    full = read_image(str(path), box, wanted, "bilinear", Decoding(reduced=False)).float()
     fast = read_image(str(path), box, wanted, "bilinear").float()
     assert full.shape == fast.shape == (3, wanted, wanted)
     assert not full.equal(fast), "it was not decoded at a reduced scale"

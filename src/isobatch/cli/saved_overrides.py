@@ -8,11 +8,13 @@ that names code to import, reads the environment or leaves conf/.
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from isobatch.config import TABLES, Settings
 from isobatch.errors import ConfigError
+from isobatch.resume.contract import EARLIER
 
 WORD = re.compile(r"(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w./]*)=(?P<value>.*)", re.DOTALL)
 # `imports` names code; the others belong to one start of the program, not to the run
@@ -37,7 +39,7 @@ def expand(words: list[str], cwd: Path) -> tuple[list[str], list[str]]:
     if not run.is_dir() and "," not in named:  # a list is a sweep over runs
         raise ConfigError("resume", named, "no such folder", "set resume to the folder of a run (outputs/<date>/<time>)")
     saved, told = saved_words(run)
-    kept = [word for word in saved if not _shadowed(word, typed)]
+    kept = [word for word in [*earlier(run), *saved] if not _shadowed(word, typed)]
     at = next(i for i, word in enumerate(words) if (m := WORD.fullmatch(word)) and m["key"] == "resume")
     return [*words[:at], *kept, *words[at:]], told
 
@@ -67,6 +69,24 @@ def saved_words(run: Path) -> tuple[list[str], list[str]]:
         else:
             kept.append(word)
     return kept, told
+
+
+def earlier(run: Path) -> list[str]:
+    """Settings that RUN left at defaults which have changed since: as it had them."""
+    config = _yaml(run, run / "config.yaml")
+    words = []
+    for group, options in EARLIER.items():
+        saved: Any = config.get(group) if isinstance(config, dict) else None
+        table = {f.name for f in fields(TABLES[group][saved["name"]])} if _known(group, saved) else set()
+        for option, before in options.items():
+            value = saved.get(option, before) if option in table else None
+            if isinstance(value, type(before)) and re.fullmatch(r"\w+", str(value)):
+                words.append(f"++{group}.{option}={str(value).lower()}")  # also where somebody's own conf/ lacks it
+    return words
+
+
+def _known(group: str, saved: Any) -> bool:
+    return isinstance(saved, dict) and isinstance(saved.get("name"), str) and saved["name"] in TABLES[group]
 
 
 def usable(key: str, value: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.checks import choice, within
+from isobatch.checks import choice, positive, within
 from isobatch.data.base import DataInfo, Reading, Split, Splits
 from isobatch.errors import ConfigError
 
@@ -34,7 +34,11 @@ class LabelledImages(ABC):
 
         self.labels = numpy.asarray(labels, dtype=numpy.int64)  # not a tensor: reading one number of it costs 20 times more
         self.options, self.transform, self.size = options, transform, options.image_size
-        self.decode = pixels.decode_crop
+        black, white = options.pixel_range or (None, None)
+        self.decode, self.how = pixels.decode_crop, pixels.Decoding(
+            options.in_chans, options.decode == "fast", options.exif == "apply", black, white,
+            options.max_pixels or pixels.MOST_PIXELS,
+        )  # fmt: skip
         self.box = pixels.center_box(options.crop_pct) if transform is None else transform.box
 
     @abstractmethod
@@ -50,8 +54,7 @@ class LabelledImages(ABC):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         options = self.options
-        image = self.decode(self.data(index), self.box, self.size, options.interpolation, options.in_chans,
-                            options.decode == "fast")  # fmt: skip
+        image = self.decode(self.data(index), self.box, self.size, options.interpolation, self.how)
         if self.transform is not None:
             image = self.transform.after(image)
         return image, int(self.labels[index])
@@ -66,6 +69,10 @@ class ImageOptions(Reading):
         crop_pct: share of the shorter side that an evaluation looks at.
         interpolation: bilinear or bicubic, antialiased.
         decode: `fast` reads JPEGs at a reduced scale where the crop is still large enough, `full` never.
+        exif: `apply` turns photos upright as their EXIF orientation says, `ignore` takes them as they are stored.
+        pixel_range: [black, white] of files with more than 8 bits a channel (null: 16 bits are 0 .. 65535 and floats 0 .. 1;
+            32-bit integers have no range of their own and need one).
+        max_pixels: of a file that is decoded at all (null: Pillow's 179 million).
         mean, std: per channel, of pixels in 0 .. 1 (default: ImageNet's).
         in_chans: 3 (RGB) or 1 (grey).
     """
@@ -75,6 +82,9 @@ class ImageOptions(Reading):
     crop_pct: float = 0.875
     interpolation: str = "bilinear"
     decode: str = "fast"
+    exif: str = "apply"
+    pixel_range: list[float] | None = None
+    max_pixels: int | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
     in_chans: int = 3
@@ -88,6 +98,12 @@ class ImageOptions(Reading):
         choice("data.interpolation", self.interpolation, ("bilinear", "bicubic"))
         choice("data.decode", self.decode, ("fast", "full"))
         choice("data.in_chans", self.in_chans, (1, 3))
+        choice("data.exif", self.exif, ("apply", "ignore"))
+        if self.max_pixels is not None:
+            positive("data.max_pixels", self.max_pixels)
+        if self.pixel_range is not None and (len(self.pixel_range) != 2 or not self.pixel_range[0] < self.pixel_range[1]):
+            raise ConfigError("data.pixel_range", self.pixel_range, "is not black and white, the smaller first",
+                              "set data.pixel_range=[0,4095] or null")  # fmt: skip
         for key in ("mean", "std"):
             value = getattr(self, key)
             if value is not None and len(value) != self.in_chans:

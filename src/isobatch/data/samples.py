@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # what decoders raise for damaged files; PIL uses SyntaxError for broken PNG chunks
 UNREADABLE = (OSError, EOFError, SyntaxError, ValueError)
+DECODERS = {"PIL", "torchvision", "cv2", "imageio", "tifffile", "skimage", "pydicom", "zlib", "turbojpeg"}
 TRIES = 100
 OBJECT = re.compile(r" <[\w.]+ object at 0x[0-9a-f]+>")  # PIL names the buffer it was given; that tells a person nothing
 
@@ -67,7 +68,8 @@ class Samples:
                 inputs.append(one_input)
                 targets.append(one_target)
             index = -1
-            return HostBatch(stacked(inputs), stacked(targets), replaced)
+            channels = self.split.info.in_chans if self.split.info and len(self.split.info.shape) == 3 else None
+            return HostBatch(stacked(inputs, channels), stacked(targets), replaced)
         except Exception as error:
             what = "a batch" if index < 0 else self.split.describe(index % len(self))
             line = f"data: {what} could not be read: {type(error).__name__}: {told(error)}"
@@ -85,8 +87,8 @@ class Samples:
             try:
                 sample = self.split.dataset[(index + k) % n]
                 break
-            except UNREADABLE as error:
-                if not self.replaces or k + 1 == min(n, TRIES):
+            except Exception as error:
+                if not self.replaces or k + 1 == min(n, TRIES) or not damaged(error):
                     raise
                 replaced.append(f"{self.split.describe((index + k) % n)}: {told(error)}")
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
@@ -94,12 +96,23 @@ class Samples:
         return sample[0], sample[1]
 
 
+def damaged(error: Exception) -> bool:
+    """Whether `error` means a file that cannot be decoded: by its kind, or because it comes out of a decoder's own code.
+
+    Anything else a dataset raises is a mistake in it, and a replacement would hide that.
+    """
+    if isinstance(error, MemoryError):
+        return False
+    modules = {frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return isinstance(error, UNREADABLE) or bool(modules & DECODERS)
+
+
 def told(error: Exception) -> str:
     """The error's text in one line."""
     return OBJECT.sub("", " ".join(str(error).split()))
 
 
-def stacked(values: list[Any]) -> Tensor:
+def stacked(values: list[Any], channels: int | None = None) -> Tensor:
     """One tensor from the inputs or targets of a batch: tensors, arrays, numbers or PIL images (as uint8 C, H, W).
 
     Images whose rows hold interleaved channels stay so (channels_last), which saves a transpose per image.
@@ -113,7 +126,7 @@ def stacked(values: list[Any]) -> Tensor:
         if hasattr(first, "getbands"):  # a PIL image
             from isobatch.pixels import as_pixels
 
-            values = [as_pixels(value) for value in values]
+            values = [as_pixels(value, channels) for value in values]
         else:
             values = [torch.as_tensor(value) for value in values]
         first = values[0]

@@ -91,12 +91,14 @@ class CustomData(Reading):
     Args:
         num_classes: null = what the dataset says, else the highest of its `targets` + 1, else 0 (no classes).
         mean, std: per channel, of pixels in 0 .. 1; null = uint8 images are only scaled to 0 .. 1.
+        in_chans: what PIL images of any mode become: 3 (RGB) or 1 (grey); null = what the first one is.
     """
 
     name: str = ""
     num_classes: int | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
+    in_chans: int | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     factory: ClassVar[Callable[..., Any]]
     kind = "images"
@@ -106,6 +108,7 @@ class CustomData(Reading):
 
         super().__post_init__()
         within("data.num_classes", self.num_classes or 0, 0, LARGEST)
+        choice("data.in_chans", self.in_chans, (None, 1, 3))
         check_normalization("mean", self.mean)
         check_normalization("std", self.std)
 
@@ -126,8 +129,10 @@ class CustomData(Reading):
             raise ConfigError("data.name", self.name, f"its eval split has the classes {_few(names[1])}, and its train split "
                               f"{_few(names[0])}", "number both alike")  # fmt: skip
         if augment is not None:
-            train = Augmented(train, augment)
+            train = Augmented(train, augment, self.in_chans)
         info = self._info(train)
+        if isinstance(train, Augmented):
+            train.channels = info.in_chans
         return Splits(Split(train, targets=labels_of(train), info=info),
                       Split(evaluation, targets=labels_of(evaluation), info=info), info)  # fmt: skip
 
@@ -136,7 +141,8 @@ class CustomData(Reading):
 
         from isobatch.data.samples import Failure, Samples
 
-        first = Samples(Split(dataset), 0).isolated((0, [0]))
+        wanted = DataInfo("", (self.in_chans, 1, 1)) if self.in_chans else None
+        first = Samples(Split(dataset, info=wanted), 0).isolated((0, [0]))
         if isinstance(first, Failure):
             raise ConfigError("data.name", self.name, first.line, "repair the dataset")
         classes = tuple(str(c) for c in getattr(dataset, "classes", ()))
@@ -168,8 +174,8 @@ def _few(names: list[str]) -> str:
 class Augmented:
     """A user's dataset of images with `augment` applied to its inputs."""
 
-    def __init__(self, dataset: Any, transform: Any):
-        self.dataset, self.transform = dataset, transform
+    def __init__(self, dataset: Any, transform: Any, channels: int | None = None):
+        self.dataset, self.transform, self.channels = dataset, transform, channels
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -183,7 +189,7 @@ class Augmented:
         from isobatch.pixels import as_pixels
 
         image, target = self.dataset[index]
-        return self.transform(as_pixels(image)), target
+        return self.transform(as_pixels(image, self.channels)), target
 
 
 def labels_of(dataset: Any) -> Callable[[], Tensor] | None:

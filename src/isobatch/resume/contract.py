@@ -27,6 +27,10 @@ FREE_OPTIONS = {
 }  # fmt: skip
 
 
+# options whose default has changed, or that are newer than some runs -> what those runs did; a resumed run goes on like that
+EARLIER: dict[str, dict[str, Any]] = {"data": {"exif": "ignore"}}
+
+
 @dataclass(frozen=True)
 class Difference:
     key: str
@@ -59,7 +63,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
         elif old.get("name") != new.get("name"):
             found.append(Difference(f"{key}.name", old.get("name"), new.get("name")))
         else:
-            free = FREE_OPTIONS.get(key, set())
+            free, old = FREE_OPTIONS.get(key, set()), {**EARLIER.get(key, {}), **old}
             found += [Difference(f"{key}.{option}", old[option], new[option]) for option in new
                       if option in old and option not in free and old[option] != new[option]]  # fmt: skip
     return found
