@@ -30,7 +30,7 @@ from isobatch.resume.start import Resume
 from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.summary import summarize
-from isobatch.runtime import hardware
+from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks, choose_device
 from isobatch.runtime.randomness import ShardSeeder, seed_everything
 from isobatch.scheduler import Schedule
@@ -93,11 +93,11 @@ class Run:
         """Everything up to the first step; refusals come before the first weight is moved."""
         config, ranks = self.config, self.ranks
         config.parallel.check(self.world)
+        self.device = device = choose_device(ranks, config.device)
         self.resume = Resume(config, self.run_dir, ranks)  # refuses before the folder's config is replaced
         self.files.config(configuration.to_yaml(config.plain))
         if ranks.is_main and config.task != "plan":
             self.logger = config.logger.build(RunInfo(self.run_dir, config.plain))
-        self.device = device = choose_device(ranks)
         threads = hardware.set_up(config, ranks, device)
         splits: Splits = config.data.load(config.augment.sample_transform(config.data), config.seed)
         self.data_info = splits.info
@@ -114,7 +114,7 @@ class Run:
         self.files.plan({
             **self.plan,
             "steps_per_epoch": plan.windows_per_epoch, "steps": total, "samples_per_epoch": plan.epoch_size,
-            "tail_size": plan.tail_size, "device": hardware.name(device),
+            "tail_size": plan.tail_size, "device": accelerator.name(device),
             "parallel": config.parallel.describe(self.world, device),
             "precision": config.precision.describe(device), "batch_norm": batch_norm.describe(model, config.model.batch_norm),
             "identity": (identity := hardware.identity(config, device, threads, batch)),
@@ -192,7 +192,8 @@ class Run:
             ),
             evaluator=Evaluator(
                 splits.eval, source(splits.eval, False), config.loss.build(), config.precision, ranks, device,
-                plan.batch.micro, splits.info.num_classes, config.loss.averages,
+                config.batch.eval or plan.batch.micro, splits.info.num_classes, config.loss.averages,
+                plan.batch.micro,
                 after=config.parallel.evaluated,
             ),
             schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),

@@ -14,10 +14,12 @@ from isobatch.model import COMPILE
 class BatchOptions:
     effective: int | None = 48
     micro: Any = None  # a positive integer, null, or `auto`: the largest that fits
+    eval: int | None = None  # of an evaluation; null: as the micro batch
 
     def __post_init__(self) -> None:
-        if self.effective is not None:
-            positive("batch.effective", self.effective)
+        for key in ("effective", "eval"):
+            if getattr(self, key) is not None:
+                positive(f"batch.{key}", getattr(self, key))
         if isinstance(self.micro, bool) or not (self.micro in (None, "auto") or isinstance(self.micro, int)):
             raise ConfigError("batch.micro", self.micro, "is neither a positive integer, null nor auto",
                               "set batch.micro=16, batch.micro=null or batch.micro=auto")  # fmt: skip
@@ -88,6 +90,7 @@ class Settings:
     imports: list[str] = field(default_factory=list)
     deterministic: bool = False
     threads: int | None = None
+    device: str | None = None
     compile: Any = False
     channels_last: bool | None = None
     on_nonfinite: str = "stop"
@@ -95,6 +98,7 @@ class Settings:
     def __post_init__(self) -> None:
         choice("task", self.task, ("train", "evaluate", "export", "plan"))
         within("warmup", self.warmup, 0, 1e9)
+        choice("device", self.device, (None, "cpu", "cuda", "mps", "xpu"))
         choice("compile", self.compile, COMPILE)
         choice("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
         if not 0 <= self.seed < 2**63:

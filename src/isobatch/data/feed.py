@@ -91,14 +91,14 @@ def make_source(split: Split, device: torch.device, config: Any, channels_last: 
     """In-memory splits are indexed on the device, unless workers are asked for; the others are read by workers."""
     options = config.data
     to_device = ToDevice(device, split.info, channels_last)
-    on_gpu = device.type == "cuda"
-    workers = choose_workers(options.num_workers, split.light, on_gpu, ranks.local_world_size)
+    workers = choose_workers(options.num_workers, split.light, device.type != "cpu", ranks.local_world_size)
     if split.tensors is not None and not workers:
         return TensorSource(split.tensors, to_device)
     pin = getattr(options, "pin_memory", None)
+    pin = device.type not in ("cpu", "mps") if pin is None else pin  # MPS shares the host's memory
     return WorkerSource(
         Samples(split, config.seed, training and getattr(options, "on_error", "stop") == "replace"), to_device, workers,
-        getattr(options, "persistent_workers", True), getattr(options, "prefetch", 2), on_gpu if pin is None else pin,
+        getattr(options, "persistent_workers", True), getattr(options, "prefetch", 2), pin,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from isobatch.data import Split
 from isobatch.data.feed import Request, Source
 from isobatch.evaluate.answers import Answers
 from isobatch.precision.masters import to_fp32
+from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
 
 TOP = 5  # answers that eval/accuracy_top5 looks at
@@ -26,6 +27,7 @@ class Evaluator:
     same to the bit.
 
     Args:
+        unit: samples that a loss which sums is stated for, whatever the size of the batches (0: that size).
         after: called with the model and the number of batches that other ranks had more, after this rank's last one: a
             strategy whose forwards are collectives takes part in them.
         answers: gets what the model says of every sample (task=evaluate), for data with classes; None: nobody asks.
@@ -40,6 +42,7 @@ class Evaluator:
     batch_size: int
     num_classes: int
     averages: bool = True
+    unit: int = 0
     after: Callable[[nn.Module, int], None] = lambda model, behind: None
     answers: Answers | None = None
 
@@ -65,9 +68,10 @@ class Evaluator:
         finally:
             for module, training in modes:
                 module.training = training
-        total = self.ranks.all_reduce(slots).cpu().sum(0).tolist()
+        total = self.ranks.all_reduce(slots).cpu().double().sum(0).tolist()
         samples = int(total[1])
-        result = {"eval/loss": total[0] / samples if self.averages else total[0] / self.batches(),
+        units = samples if self.averages else -(-samples // (self.unit or self.batch_size))
+        result = {"eval/loss": total[0] / units,
                   "eval/samples": samples}  # fmt: skip
         if self.num_classes:
             result["eval/accuracy"] = total[2] / samples
@@ -92,15 +96,16 @@ class Evaluator:
         return inputs.float().cpu(), output.softmax(1).cpu(), targets.cpu()
 
     def _slots(self, model: nn.Module) -> Tensor:
-        """(batches, 4) float64: loss summed over samples, samples, correct, correct within the first TOP."""
-        slots = torch.zeros(self.batches(), 4, dtype=torch.float64, device=self.device)
+        """(batches, 4) in the widest type: loss summed over samples, samples, correct, correct within the first TOP."""
+        slots = torch.zeros(self.batches(), 4, dtype=accelerator.widest(self.device), device=self.device)
         mine = range(self.ranks.rank, self.batches(), self.ranks.world_size)
         for i, (inputs, targets) in zip(mine, self.source.batches(self.requests()), strict=True):
             with self.precision.evaluation(self.device):
                 output = to_fp32(model(inputs))
             loss = self.criterion(output, targets)
             n = len(targets)
-            slots[i, 0] = loss.double() * n if self.averages else loss.double()
+            loss = loss.to(slots.dtype)
+            slots[i, 0] = loss * n if self.averages else loss
             slots[i, 1] = n
             if self.num_classes:
                 top = output.topk(min(TOP, output.shape[1]), dim=1).indices

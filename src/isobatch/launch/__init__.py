@@ -71,7 +71,7 @@ def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
                 return torchrun.run_led(plain, run_dir, ranks, job.TARGET)
         count = 1
     else:
-        count = options.num_processes or max(1, devices.count_gpus())  # 0: one per GPU
+        count = options.num_processes or (1 if config.device == "cpu" else max(1, devices.count_gpus()))  # 0: one per GPU
         if config.task in ("plan", "export"):
             count = 1  # a world is planned for without being started (planner/preview.py)
     if count > MOST_RANKS:

@@ -60,9 +60,9 @@ def _in_group(run_job: Callable[[dict[str, Any], Path, Ranks], float | None], pl
     from isobatch.runtime import distributed
 
     parallel = plain["parallel"]
-    device = distributed.choose_device(ranks)  # refuses before any group is made
+    device = distributed.choose_device(ranks, plain.get("device"))  # refuses before any group is made
     backend = distributed.choose_backend(parallel.get("backend"), device.type)
-    distributed.create_group(ranks, backend, store(), parallel.get("timeout_s") or 600)
+    distributed.create_group(ranks, backend, store(), parallel.get("timeout_s") or 600, device)
     return run_job(plain, run_dir, ranks)
 
 

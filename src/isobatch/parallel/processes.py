@@ -26,7 +26,7 @@ class Processes(Single):
         nproc: ranks that this run starts itself (null: one per device of `devices` or per visible GPU; under torchrun,
             torchrun's).
         devices: CUDA ordinals; rank r takes the r-th. Made the only visible ones before CUDA starts.
-        backend: null = nccl on CUDA, else gloo.
+        backend: null = the device's own (nccl on CUDA, xccl on XPU, hccl on an NPU), gloo on a CPU.
         timeout_s: seconds that a collective may take.
         reduce_dtype: gradients are added over the ranks in this dtype (null: in their own). float32 for half gradients
             is apex's `allreduce_always_fp32`; bfloat16 halves the traffic of fp32 gradients.
@@ -41,7 +41,7 @@ class Processes(Single):
 
     def __post_init__(self) -> None:
         check_devices(self.devices)
-        choice("parallel.backend", self.backend, (None, "nccl", "gloo"))
+        choice("parallel.backend", self.backend, (None, "nccl", "xccl", "hccl", "gloo"))
         choice("parallel.find_unused_parameters", self.find_unused_parameters, ("auto", True, False))
         positive("parallel.timeout_s", self.timeout_s)
         choice("parallel.reduce_dtype", self.reduce_dtype, (None, "float32", "bfloat16", "float16"))

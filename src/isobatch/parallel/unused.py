@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isobatch.runtime.accelerator import kept_generators
+
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
@@ -44,9 +46,8 @@ def unnoticed(model: nn.Module, inputs: Tensor) -> Iterator[None]:
     """Leave generators and buffers as they were, whatever is run inside (with gradients, on the device of `inputs`)."""
     buffers = list(model.buffers())
     before = [b.detach().clone() for b in buffers]
-    devices = [inputs.device] if inputs.device.type == "cuda" else []
     # uncompiled: two samples would leave a graph for another batch size behind
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+    with kept_generators([inputs.device]), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         yield
     with torch.no_grad():
         for buffer, value in zip(buffers, before, strict=True):

@@ -82,7 +82,7 @@ def distributed_data_parallel(model: nn.Module, ranks: Ranks, device: torch.devi
         p.grad_dtype = p.dtype  # DDP's buckets have the weights' dtype, so half copies collect in half here
     wrapped = WatchedDDP(
         Participant(model, looks, anchor),
-        device_ids=[device] if device.type == "cuda" else None,
+        device_ids=None if device.type == "cpu" else [device],
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
         find_unused_parameters=looks,

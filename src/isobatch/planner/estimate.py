@@ -204,7 +204,8 @@ def peak(saved: Sequence[Saved], gradients: int, all_gradients: bool) -> int:
 
 def available_bytes() -> int:
     """Main memory that this process's machine or container still has."""
-    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS knows only the latter
+    found = [os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")]
     meminfo = _read("/proc/meminfo")
     for line in meminfo.splitlines():
         if line.startswith("MemAvailable:"):

@@ -14,6 +14,7 @@ from isobatch.data import Splits
 from isobatch.errors import ConfigError
 from isobatch.planner import estimate
 from isobatch.planner.trial import Trial, is_out_of_memory
+from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
 from isobatch.train.batch_norm import tracking_layers
 
@@ -125,8 +126,7 @@ class Search:
     def _tidy(self) -> None:
         """Let go of the trial's copy: modules sit in cycles, and the next trial needs the room."""
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.empty_cache(self.device)
 
     def _estimate(self, trial: Trial, micro: int, batch: Batch, resident: estimate.Resident) -> int:
         """Bytes beside the weights, which are in memory already."""

@@ -41,7 +41,7 @@ def world(config: Config, ranks: Ranks) -> Ranks:
     """The ranks that the plan counts: those that are there, but for task=plan those that the config asks for."""
     if config.task != "plan" or ranks.world_size > 1:
         return ranks
-    asked = config.parallel.num_processes or max(1, devices.count_gpus())
+    asked = config.parallel.num_processes or (1 if config.device == "cpu" else max(1, devices.count_gpus()))
     return AbsentRanks(0, asked, 0, asked)
 
 

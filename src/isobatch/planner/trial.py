@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from isobatch.planner.cost import Measured
 from isobatch.planner.estimate import Saved, saved_tensors
 from isobatch.precision.masters import to_fp32
 from isobatch.resume import saved_model
-from isobatch.runtime import hardware
+from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.randomness import isolated_generators
 from isobatch.train import batch_norm
 
@@ -123,8 +122,7 @@ class Trial:
         return middle - start, self._now() - middle
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        accelerator.wait(self.device)
         return time.perf_counter()
 
     def _step(self, samples: int) -> None:
@@ -146,11 +144,9 @@ class Trial:
     def _clear(self) -> None:
         for parameter in self.working.module.parameters():
             parameter.grad = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.empty_cache(self.device)
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        devices: list[Any] = [self.device] if self.device.type == "cuda" else []
-        with isolated_generators(), torch.random.fork_rng(devices):
+        with isolated_generators(), accelerator.kept_generators([self.device]):
             yield

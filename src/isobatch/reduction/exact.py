@@ -20,6 +20,7 @@ from isobatch.reduction.bin64 import BinSum, Units
 from isobatch.reduction.buckets import make_bucket, make_buckets
 from isobatch.reduction.exchange import Scratch
 from isobatch.reduction.tree import Layouts, TreeSum
+from isobatch.runtime.accelerator import widest
 from isobatch.runtime.distributed import Ranks
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def build(options: Exact, working: WorkingCopy, strategy: Any, plan: BatchPlan, 
     if any(isinstance(m, nn.SyncBatchNorm) for m in working.module.modules()):
         raise ConfigError("model.batch_norm", "sync", "sums its statistics in an order that depends on the plan",
                           "set model.batch_norm=shard or reduction=fast")  # fmt: skip
+    if options.resolved_method(plan.batch.num_shards) == "bin64" and widest(device) != torch.float64:
+        raise ConfigError("reduction.method", options.method, f"bin64 adds in float64, which {device.type} does not have",
+                          "set reduction.method=tree or device=cpu")  # fmt: skip
     if any(p.is_complex() for p in working.module.parameters()):
         raise ConfigError("reduction.name", options.name, "has no sum for complex parameters", "set reduction=fast")
     return ExactReducer(options, working, strategy, plan, ranks, device)
@@ -68,7 +72,7 @@ class ExactReducer:
         self.units = Units(len(self.parameters), batch.num_shards) if self.method == "bin64" else None
         self.buckets = make_buckets(self.parameters, options.bucket_mb * 2**20, ranks.world_size)
         self.sums = [self._sum(bucket, i) for i, bucket in enumerate(self.buckets)]
-        self.losses = torch.zeros(batch.num_shards, dtype=torch.float64, device=device)
+        self.losses = torch.zeros(batch.num_shards, dtype=widest(device), device=device)
         self.buffers: TreeSum | None = None
         self.hooks = [
             self.parameters[i].register_post_accumulate_grad_hook(self._hook(b, i))
@@ -202,7 +206,7 @@ class ExactReducer:
         return self.losses
 
     def window_loss(self) -> Tensor:
-        """Mean loss of the window, 0-d float64 (a collective): every shard has a place of its own, all others add zero."""
+        """Mean loss of the window, 0-d (a collective): every shard has a place of its own, all others add zero."""
         return self.ranks.all_reduce(self.losses.clone()).sum()
 
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:

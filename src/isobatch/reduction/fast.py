@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from isobatch.runtime.accelerator import widest
+
 if TYPE_CHECKING:
     from isobatch.batch_plan import BatchPlan, Window
     from isobatch.data.feed import MicroBatch
@@ -65,8 +67,9 @@ class FastReducer:
         return self.loss
 
     def window_loss(self) -> Tensor:
-        """Mean loss of the window over all ranks, 0-d float64 (a collective: every rank has to ask)."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.device) if self.loss is None else self.loss.double()
+        """Mean loss of the window over all ranks, 0-d in the widest type (a collective: every rank has to ask)."""
+        wide = widest(self.device)
+        loss = torch.zeros((), dtype=wide, device=self.device) if self.loss is None else self.loss.to(wide)
         return self.ranks.all_reduce(loss)
 
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 FREE = {
     "task", "resume", "allow_contract_change", "imports", "log_every", "log_weights", "eval_every", "threads",
     "deterministic", "compile", "channels_last", "on_nonfinite", "epochs", "steps", "batch", "parallel", "accumulation",
-    "reduction", "precision", "checkpoint", "logger", "experiment", "plan", "sweep",
+    "reduction", "precision", "device", "checkpoint", "logger", "experiment", "plan", "sweep",
     "cost",
 }  # fmt: skip
 # within groups that are contract otherwise: where and how, not what

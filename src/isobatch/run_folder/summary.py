@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobatch.runtime import hardware
+from isobatch.runtime import accelerator
 from isobatch.runtime.dtensor import is_sharded
 from isobatch.train.state import weights_sha256
 
@@ -57,4 +57,4 @@ def digest(run: Run, ending: str) -> str | None:
 def this_rank(run: Run) -> dict[str, Any]:
     device = getattr(run, "device", torch.device("cpu"))
     return {"rank": run.ranks.rank, "local_rank": run.ranks.local_rank, "pid": os.getpid(), "host": platform.node(),
-            "device": hardware.name(device), "peak_memory_mb": hardware.peak_memory_mb(device)}  # fmt: skip
+            "device": accelerator.name(device), "peak_memory_mb": accelerator.peak_memory_mb(device)}  # fmt: skip

@@ -120,11 +120,22 @@ def device_name(local_rank: int, local_world_size: int, accelerators: int, kind:
     return f"{kind}:{local_rank}"
 
 
-def choose_device(ranks: Ranks) -> torch.device:
-    """The device that this process works on; made the current one if it is an accelerator. See `device_name`."""
+def choose_device(ranks: Ranks, asked: str | None = None) -> torch.device:
+    """The device that this process works on; made the current one if it is an accelerator. See `device_name`.
+
+    Args:
+        asked: `cpu`, or the kind of accelerator that has to be there; None: what is there.
+
+    Raises:
+        ConfigError: it is not there, or too few of it.
+    """
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = None if asked == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    if asked not in (None, "cpu") and (found is None or found.type != asked):
+        there = "no accelerator" if found is None else f"{found.type} and no {asked}"
+        raise ConfigError("device", asked, f"torch finds {there} on this machine",
+                          f"set device={'cpu' if found is None else found.type}, or null for what is there")  # fmt: skip
     count = torch.accelerator.device_count() if found is not None else 0
     device = torch.device(device_name(ranks.local_rank, ranks.local_world_size, count, found.type if found else "cpu"))
     if device.type != "cpu":
@@ -133,28 +144,37 @@ def choose_device(ranks: Ranks) -> torch.device:
 
 
 def choose_backend(asked: str | None, device_type: str) -> str:
-    """What init_process_group gets: nccl on CUDA and gloo elsewhere, unless `asked` for.
+    """What init_process_group gets: the device's own backend (nccl, xccl, hccl), gloo on a CPU, unless `asked` for.
 
-    With nccl, gloo stays at hand for what lives in main memory: agreements, objects, checkpoints.
+    Beside a device's own one, gloo stays at hand for what lives in main memory: agreements, objects, checkpoints.
 
     Raises:
-        ConfigError: nccl without CUDA.
+        ConfigError: one of another kind of device.
     """
-    name = asked or ("nccl" if device_type == "cuda" else "gloo")
-    if name == "nccl":
-        if device_type != "cuda":
-            raise ConfigError("parallel.backend", name, f"nccl needs CUDA, but this process works on {device_type}",
-                              "set parallel.backend=null or gloo")  # fmt: skip
-        return "cpu:gloo,cuda:nccl"
-    return name
+    from isobatch.runtime.accelerator import backend
+
+    own = backend(device_type)
+    if asked in (None, own):
+        return own if own == "gloo" else f"cpu:gloo,{device_type}:{own}"
+    if asked != "gloo":
+        where = {"nccl": "CUDA", "xccl": "an XPU", "hccl": "an NPU"}.get(asked, "another device")
+        raise ConfigError("parallel.backend", asked, f"{asked} needs {where}, but this process works on {device_type}",
+                          "set parallel.backend=null or gloo")  # fmt: skip
+    return asked
 
 
-def create_group(ranks: Ranks, backend: str, store: Any, timeout_s: float) -> None:
-    """Make the process group of one job over `store`; no collective of it may take longer than `timeout_s` seconds."""
+def create_group(ranks: Ranks, backend: str, store: Any, timeout_s: float, device: torch.device | None = None) -> None:
+    """Make the process group of one job over `store`; no collective of it may take longer than `timeout_s` seconds.
+
+    Args:
+        device: this rank's. With nccl its communicator is then made here, while every rank is known to be there, and not in
+            the middle of the first step; groups of fewer ranks are split from it.
+    """
     import torch.distributed as dist
 
+    known = device if device is not None and "nccl" in backend else None
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size,
-                            timeout=timedelta(seconds=timeout_s))  # fmt: skip
+                            timeout=timedelta(seconds=timeout_s), device_id=known)  # fmt: skip
 
 
 def destroy_group() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import resource
 from typing import Any
 
 import torch
 
 from isobatch.batch_plan import Batch
 from isobatch.config import Config
+from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
 
 
@@ -44,28 +44,11 @@ def wants_channels_last(config: Config, device: torch.device) -> bool:
     return device.type == "cuda" and config.data.kind == "images" and config.precision.half_compute(device)
 
 
-def peak_memory_mb(device: torch.device) -> float:
-    """Of the device on CUDA, else of this process, in MiB."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, 1)  # Linux counts KiB
-
-
-def wait(device: torch.device) -> None:
-    """Return when the device has done what it was given, so that a clock read next is true."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-
-
 def identity(config: Config, device: torch.device, threads: int, batch: Batch) -> dict[str, Any]:
     """All that changes bits although the contract is kept; compared on resume."""
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability(),
+        "device": accelerator.model_name(device),
         "threads": threads,
         "channels_last": wants_channels_last(config, device),
         "compile": config.compile,

@@ -32,16 +32,14 @@ class ShardSeeder:
     """Seeds what dropout and stochastic depth draw from, before the forward of each shard.
 
     The generators are seeded directly: torch.manual_seed formats a stack for its lazy CUDA call and is 100 times slower.
-    A generator on a GPU keeps its seed on the host, so nothing here waits for the device.
+    A device's generator keeps its seed on the host, so nothing here waits for it.
     """
 
     def __init__(self, seed: int, devices: list[torch.device]):
-        import torch
+        from isobatch.runtime.accelerator import generator
 
         self.seed = seed
-        self.generators = [
-            torch.cuda.default_generators[d.index or 0] if d.type == "cuda" else torch.default_generator for d in devices
-        ]
+        self.generators = [generator(device) for device in devices]
 
     def __call__(self, step: int, shards: tuple[int, ...]) -> None:
         """Shard i of the micro step runs on device i."""

@@ -20,7 +20,7 @@ from isobatch.evaluate.evaluator import Evaluator
 from isobatch.logger import Logger
 from isobatch.logger.predictions import Predictions
 from isobatch.run_folder.files import RunFiles
-from isobatch.runtime import hardware
+from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.dtensor import whole
 from isobatch.train.nonfinite import LossWatch
@@ -115,7 +115,7 @@ class Loop:
                 self._log(row)
                 self.logger.watch(row, state.model)
             if self.warmup and state.step == timed_from:
-                hardware.wait(self.parts.device)
+                accelerator.wait(self.parts.device)
                 self.clock.forget()
                 self.trained_samples, logged_samples, logged_s = 0, state.samples, 0.0
             self.console.advance(state.step, data.window.epoch)
@@ -157,7 +157,7 @@ class Loop:
         row: dict[str, Any] = {"step": state.step, "update": state.update, "samples": state.samples, **result}
         self.last_eval, state.evaluated = result, state.step
         improved = self.checkpointer.options.improved(state.best, result, state.step)
-        memory = self.ranks.gather_objects(hardware.peak_memory_mb(self.parts.device)) or []
+        memory = self.ranks.gather_objects(accelerator.peak_memory_mb(self.parts.device)) or []
         self.logger.log({**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},
                          **{f"memory/rank{rank}_mb": peak for rank, peak in enumerate(memory)}})  # fmt: skip
         if self.log_weights:
