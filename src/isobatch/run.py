@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from pathlib import Path
@@ -95,6 +96,8 @@ class Run:
         config.parallel.check(self.world)
         self.device = device = choose_device(ranks, config.device)
         self.resume = Resume(config, self.run_dir, ranks)  # refuses before the folder's config is replaced
+        precision = self.resume.precision(device).settled(config.parallel.lane_devices(device), ranks)
+        self.config = config = dataclasses.replace(config, precision=precision)
         self.files.config(configuration.to_yaml(config.plain))
         if ranks.is_main and config.task != "plan":
             self.logger = config.logger.build(RunInfo(self.run_dir, config.plain))
@@ -152,7 +155,7 @@ class Run:
         average = config.ema.build(model)
         prepare = config.loss.prepare(
             config.augment.batch_transform(splits.info, config.seed),
-            lambda chosen: saved_model.build(chosen, splits.info, device), config.precision, device, config.seed,
+            lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
         )  # fmt: skip
         config.parallel.shard(model, average and average.module, config.precision, ranks, device,
                               lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip

@@ -72,7 +72,8 @@ class Trial:
             self.scaler, self.criterion = config.precision.scaler(device), config.loss.build()
             self.prepare = config.loss.prepare(
                 config.augment.batch_transform(splits.info, config.seed),
-                lambda chosen: saved_model.build(chosen, splits.info, device), config.precision, device, config.seed,
+                lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device,
+                config.seed,
             )  # fmt: skip
             source = WorkerSource(Samples(splits.train, config.seed), ToDevice(device, splits.train.info, channels_last))
             self.one = next(source.batches(iter([Request(0, torch.tensor([0]))])))

@@ -8,8 +8,9 @@ model itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import choice
@@ -22,23 +23,42 @@ if TYPE_CHECKING:
 
     from isobatch.precision.masters import WorkingCopy
     from isobatch.precision.scaling import LossScaler
+    from isobatch.runtime.distributed import Ranks
 
 SWITCH = "keep_batchnorm_fp32"
 
 
 @dataclass(frozen=True)
 class Full:
-    """fp32 (apex O0); `tf32` lets CUDA matmuls and convolutions round their inputs to tf32."""
+    """fp32 (apex O0); `tf32` lets CUDA matmuls and convolutions round their inputs to tf32.
+
+    Args:
+        tf32: null = torch's own setting: convolutions may, matmuls may not; true: both may; false: neither.
+    """
 
     name: str = "full"
-    tf32: bool = False
+    tf32: bool | None = None
 
     def setup(self) -> None:
         """Set torch's matmul precision for this process: said explicitly, so that no earlier job's setting leaks in."""
         import torch
 
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        torch.backends.cudnn.allow_tf32 = self.tf32
+        torch.backends.cuda.matmul.allow_tf32 = bool(self.tf32)
+        torch.backends.cudnn.allow_tf32 = self.tf32 is not False
+
+    def as_begun(self, was: Mapping[str, Any], scaled: bool, device: torch.device) -> dict[str, Any]:
+        """Options that are left to the machine now and whose default was another when the run began: what they were then.
+
+        Args:
+            was: the saved options. scaled: a loss scale was saved.
+        """
+        from isobatch.runtime.accelerator import tf32
+
+        return {"tf32": False} if was.get("tf32") is False and self.tf32 is None and tf32(device) else {}
+
+    def settled(self, devices: list[torch.device], ranks: Ranks) -> Full:
+        """These options with what is left to the machine decided alike for all `devices` of all ranks. A collective."""
+        return self
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of matmuls and convolutions."""
@@ -49,6 +69,12 @@ class Full:
     def half_compute(self, device: torch.device) -> bool:
         """Whether matmuls and convolutions run in a 16-bit type, on tensor cores where there are any."""
         return self.compute_dtype(device).itemsize == 2
+
+    def on_tensor_cores(self, device: torch.device) -> bool:
+        """Whether convolutions do: in a 16-bit type or in tf32."""
+        from isobatch.runtime.accelerator import tf32
+
+        return device.type == "cuda" and (self.half_compute(device) or (self.tf32 is not False and tf32(device)))
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
         """Around the training forward."""
@@ -82,7 +108,11 @@ class Full:
         return SameModel(model)
 
     def describe(self, device: torch.device) -> str:
-        return "fp32 with tf32 matmuls" if self.tf32 else "fp32"
+        if self.tf32:
+            return "fp32 with tf32 matmuls"
+        return "fp32" if not self.on_tensor_cores(device) else (
+            "fp32, convolutions in tf32 as torch has it (precision.tf32=false: full fp32, slower; precision=tf32: matmuls too)"
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,7 +120,7 @@ class Autocast(Full):
     """amp (apex O1) and bf16: fp32 weights, torch.autocast around the forward.
 
     Args:
-        dtype: `auto` is float16 on CUDA and bfloat16 elsewhere (fp16 on a CPU is 25 to 50 times slower).
+        dtype: `auto` is bfloat16, but float16 on CUDA cards without it (compute capability below 8).
         loss_scale: `auto` = 65536, dynamic, where the dtype is float16; a number to start from; `static:<n>`; null.
         growth_factor, growth_interval: the scale grows after so many good updates in a row.
         backoff_factor: the scale is multiplied with it when an update is withheld.
@@ -121,8 +151,25 @@ class Autocast(Full):
         import torch
 
         if self.dtype == "auto":
-            return torch.float16 if device.type == "cuda" else torch.bfloat16
+            from isobatch.runtime.accelerator import tensor_cores
+
+            return torch.float16 if device.type == "cuda" and not tensor_cores(device) else torch.bfloat16
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    def half_compute(self, device: torch.device) -> bool:
+        return True
+
+    def as_begun(self, was: Mapping[str, Any], scaled: bool, device: torch.device) -> dict[str, Any]:
+        found = super().as_begun(was, scaled, device)
+        if self.dtype == "auto" and scaled and device.type == "cuda":
+            found["dtype"] = "float16"  # what auto meant on every card once; its loss scale goes on too
+        return found
+
+    def settled(self, devices: list[torch.device], ranks: Ranks) -> Full:
+        wanted = {str(self.compute_dtype(device)) for device in devices}
+        if self.dtype == "auto" and ranks.agree(int("torch.float16" in wanted)):
+            return replace(self, dtype="float16")
+        return self
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
         import torch
@@ -140,8 +187,12 @@ class Autocast(Full):
 
     def describe(self, device: torch.device) -> str:
         text = f"fp32 weights, {_name(self.compute_dtype(device))} autocast, {describe_scale(self, device)}"
-        if self.dtype == "auto" and device.type != "cuda":
+        if self.dtype == "auto" and device.type == "cpu":
             text += " (fp16 is for CUDA; precision.dtype=float16 forces it, 25 to 50 times slower)"
+        elif self.dtype == "auto":
+            has_it = str(self.compute_dtype(device)) == "torch.bfloat16"
+            text += " (this device has bf16; precision.dtype=float16: fp16 with a loss scale)" if has_it else (
+                    " (this device has no bf16)")  # fmt: skip
         return text
 
 

@@ -25,18 +25,19 @@ log = logging.getLogger("isobatch")
 MOST_VALUES = 2**26  # of one input: what a checkpoint says of its data is not trusted with the memory
 
 
-def build(chosen: dict[str, Any], info: DataInfo, device: torch.device) -> nn.Module:
+def build(chosen: dict[str, Any], info: DataInfo, device: torch.device, channels_last: bool = False) -> nn.Module:
     """The teacher in evaluation mode, fp32, without trainable parameters, on `device`. No generator notices.
 
     Args:
-        chosen: arch, pretrained, checkpoint, kwargs (see loss.Distillation).
+        chosen: arch, pretrained, checkpoint, kwargs (see loss.Distillation). channels_last: as the inputs it will get.
 
     Raises:
         ConfigError: no such architecture or run, or one that does not fit the data.
     """
     with torch.random.fork_rng([]):
         teacher = _from_run(chosen["checkpoint"], info) if chosen["checkpoint"] else _from_timm(chosen, info)
-    return teacher.to(device).requires_grad_(False).eval()
+    layout = torch.channels_last if channels_last else torch.preserve_format
+    return teacher.to(device, memory_format=layout).requires_grad_(False).eval()  # type: ignore[call-overload,no-any-return]
 
 
 class AsItLearned(nn.Module):

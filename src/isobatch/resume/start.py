@@ -19,6 +19,8 @@ from isobatch.resume.contract import Difference
 from isobatch.scheduler import Schedule
 
 if TYPE_CHECKING:
+    import torch
+
     from isobatch.checkpoint import Checkpointer
     from isobatch.config import Config
     from isobatch.runtime.distributed import Ranks
@@ -94,6 +96,17 @@ class Resume:
             return options
         elsewhere = {"pretrained": False, "checkpoint_path": None}
         return dataclasses.replace(options, **{k: v for k, v in elsewhere.items() if hasattr(options, k)})
+
+    def precision(self, device: torch.device) -> Any:
+        """The level's options; what is left to the machine stays as the run began with it, where the default was another."""
+        options = self.config.precision
+        was = self.saved.state["config"].get("precision") if self.saved is not None else None
+        if not isinstance(was, Mapping) or was.get("name") != options.name:
+            return options
+        begun = options.as_begun(was, bool(self.saved.state["scaler"]), device)  # type: ignore[union-attr]
+        self.notes += [f"goes on with precision.{key}={contract.shown(value)}, as the run began; a new run would have "
+                       f"{contract.shown(getattr(options, key))}" for key, value in begun.items()]  # fmt: skip
+        return dataclasses.replace(options, **begun)
 
     def batch(self) -> tuple[int | None, Any, int | None]:
         """(effective, micro, accumulation) for batch_plan.resolve_batch.

@@ -59,10 +59,15 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 def tensor_cores(device: torch.device) -> bool:
-    """Whether bf16 and tf32 run in hardware: NVIDIA's compute capability 8 and later, AMD's matrix cores."""
+    """Whether bf16 runs in hardware: CUDA from compute capability 8 on, AMD's matrix cores."""
     if device.type != "cuda":
         return False
     return bool(torch.version.hip) or torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def tf32(device: torch.device) -> bool:
+    """Whether convolutions and matmuls of `device` can round their inputs to tf32."""
+    return torch.cuda.is_tf32_supported() if torch.version.hip else tensor_cores(device)
 
 
 def wait(device: torch.device) -> None:
