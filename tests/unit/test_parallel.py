@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import on_ranks, train
+from harness import on_ranks, rows, train
 from precision_probes import PLAIN_SGD, QUIET, ConvNorm, SometimesUnused, data_of, model_of
 from torch import nn
 
@@ -71,8 +71,64 @@ def test_without_unused_parameters_idle_ranks_add_nothing(tmp_path: Path) -> Non
         assert seen == pytest.approx(statistics, rel=1e-5)
 
 
-def test_false_on_a_model_with_unused_parameters_ends_with_a_hint(tmp_path: Path) -> None:
-    words = (*probe(), "batch.micro=1", "parallel.find_unused_parameters=false")
+class Heads(nn.Module):
+    """A head for inputs above 0, one for inputs below it. (N, 1) -> (N, 1)"""
+
+    def __init__(self, spare: bool = False) -> None:
+        super().__init__()
+        self.above, self.below = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        if spare:
+            self.spare = nn.Linear(1, 1, bias=False)
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = 0 * inputs
+        for head, chosen in ((self.above, inputs > 0), (self.below, inputs < 0)):
+            if bool(chosen.any()):  # a head that no sample of the shard asks for is not run
+                output = output + head(inputs) * chosen
+        return output
+
+
+# the first shard of each rank uses both heads, so that a look at it finds nothing; in windows of 4 (shard v is window[v::2])
+# later ones use one, another on each rank, or the same on both
+HEADS = [1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 2.0, -2.0, 1.0, 3.0, 2.0, 1.0]
+# in windows of 8 (shard v is window[v::4]) the last micro step of both ranks leaves the same head out, which the first one used
+LAST = [1.0, 1.0, 1.0, 3.0, -1.0, 2.0, -1.0, 1.0] * 2
+HEAD_WORDS = (*QUIET, "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "optimizer.lr=0.1", "loss=mse",
+              "optimizer.decay_norms_and_biases=true", "eval_every=1", "batch.micro=2")  # fmt: skip
+
+
+def heads(*words: str, of: list[float] = HEADS, spare: bool = False) -> tuple[str, ...]:
+    inputs = torch.tensor(of).unsqueeze(1)
+    data = data_of(f"heads{len(of)}", inputs, -inputs)
+    return (*HEAD_WORDS, *model_of(f"heads{spare}", lambda info: Heads(spare)), *data, "sampler=sequential", *words)
+
+
+@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize(("strategy", "world_size", "effective"), [
+    ("ddp", 2, 4), ("ddp", 2, 8), ("ddp", 3, 4), ("ddp", 3, 12), ("fsdp", 2, 4), ("fsdp", 2, 8),
+])  # fmt: skip
+def test_samples_that_use_other_heads_train_as_in_one_process(tmp_path: Path, strategy: str, world_size: int, effective: int,
+                                                              spare: bool) -> None:  # fmt: skip
+    """Every step on every rank, the last one too, and the evaluations. `spare`, which nothing uses, keeps its weight."""
+    words = heads(f"batch.effective={effective}", "steps=6", of=LAST if effective == 8 else HEADS, spare=spare)
+    alone = train(tmp_path / "alone", *words)
+    if strategy == "fsdp":
+        words = (*words, "parallel.blocks=[]")
+
+    def work(ranks: Any) -> Any:
+        return train(tmp_path / "together", f"parallel={strategy}", *words, ranks=ranks)
+
+    for record in on_ranks(world_size, tmp_path / "together", work):
+        for ours, theirs in zip(record.weights, alone.weights, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-6)
+        assert not spare or record.weights[-1][2] == 1.0, "decay has moved what has no gradient"
+    assert rows(tmp_path / "together", "eval/loss") == pytest.approx(rows(tmp_path / "alone", "eval/loss"), rel=1e-5)
+
+
+def test_false_on_a_model_with_unused_parameters_ends_before_an_update(tmp_path: Path) -> None:
+    words = (*probe(), "batch.micro=1", "parallel.find_unused_parameters=false", "eval_every=1")
 
     def work(ranks: Any) -> str:
         with pytest.raises(JobFailed) as failure:
@@ -81,25 +137,30 @@ def test_false_on_a_model_with_unused_parameters_ends_with_a_hint(tmp_path: Path
 
     for text in on_ranks(2, tmp_path, work):
         assert "parallel.find_unused_parameters=auto" in text
+    assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_what_was_chosen_is_said(tmp_path: Path) -> None:
-    def work(ranks: Any) -> str:
+def test_what_is_completed_is_said_once_by_every_rank(tmp_path: Path) -> None:
+    def work(ranks: Any) -> list[str]:
         import logging
 
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("isobatch.parallel.wrappers")
+        logger = logging.getLogger("isobatch.parallel.completion")
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        train(tmp_path, "parallel=ddp", *probe(), "batch.micro=1", ranks=ranks)
-        return lines[0]
+        for name, words in (("never", probe()), ("later", heads("batch.effective=4", "steps=5", spare=True))):
+            train(tmp_path / name, "parallel=ddp", *words, "batch.micro=1", ranks=ranks)
+        train(tmp_path / "all", "parallel=ddp", *QUIET, "model=mlp", "steps=3", ranks=ranks)
+        asked = "parallel.find_unused_parameters=true"
+        train(tmp_path / "quiet", "parallel=ddp", *probe(), "batch.micro=1", asked, ranks=ranks)
+        return lines
 
-    assert on_ranks(2, tmp_path, work) == [
-        "parallel.find_unused_parameters=auto: no gradient for 4 of 6 parameters (second.weight, second.bias, "
-        "never.weight, ...), chose true"
-    ] * 2
+    told = on_ranks(2, tmp_path, work)
+    assert told[0] == told[1] and len(told[0]) == 2
+    assert "auto: some shards give no gradient for 4 of 6 parameters (second.weight, second.bias, never.weight" in told[0][0]
+    assert "for 3 of 3 parameters (above.weight, below.weight, spare.weight): they add zeros" in told[0][1]
 
 
 def test_looking_for_unused_parameters_leaves_no_trace() -> None:

@@ -88,14 +88,10 @@ class Single:
             example: makes inputs (2, ...) as a training forward gets them.
         """
 
-    def wraps_late(self, ranks: Ranks) -> bool:
-        """Whether `wrap` wants to see the first shard of this rank."""
-        return False
-
-    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
+    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
         """The module that the forward goes through, so that after a window's last backward gradients are summed.
 
-        `first`: inputs of this rank's first shard, where `wraps_late` and where there is one. A collective.
+        A collective.
         """
         return model
 

@@ -12,7 +12,7 @@ from isobatch.parallel.base import Single, check_devices
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from isobatch.data.feed import MicroBatch
     from isobatch.runtime.distributed import Ranks
@@ -57,7 +57,7 @@ class DataParallel(Single):
             return [device]
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
-    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
+    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
         from isobatch.parallel.wrappers import ShardedDataParallel
 
         devices = self.lane_devices(device)

@@ -39,8 +39,8 @@ class FullySharded(Processes):
             whole and reduce once a window (less traffic).
         shard_size: ranks that share one copy of the weights; the others hold further copies (hybrid sharding). null = all
             ranks, `node` = those of a machine, or a number that divides the ranks.
-        find_unused_parameters: auto | true | false. Parameters without a gradient on every rank alike need nothing; `true`
-            is for models in which other shards use other parameters. auto: true where the first sample misses some.
+        find_unused_parameters: auto | true | false. Where other shards use other parameters, auto and true leave alone what a
+            whole window does not use, and auto says when it happens first; false: it gets a gradient of zeros.
     """
 
     name: str = "fsdp"
@@ -128,7 +128,7 @@ class FullySharded(Processes):
             dtype = precision.gather_dtype()
             fully_sharded(model, average, self, self._size(ranks), dtype, ranks, device, example())
 
-    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
+    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
         return model
 
     def begin(self, wrapped: nn.Module, batch: Batch, window: Window, ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ from isobatch.parallel.base import Single, check_devices
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from isobatch.data.feed import MicroBatch
     from isobatch.runtime.distributed import Ranks
@@ -78,7 +78,8 @@ class DistributedDataParallel(Processes):
     """torch's DistributedDataParallel: a process per replica, one gradient all-reduce per window.
 
     Args:
-        find_unused_parameters: auto | true | false; auto looks at the first shard of every rank and says what it chose.
+        find_unused_parameters: auto | true | false; auto and true complete what a window's samples leave out, auto says when it
+            happens first; false: they leave nothing out, and a run that does ends.
         bucket_mb: size of DDP's gradient buckets in MB.
         gradient_predivide: divide by this before the sum over ranks and by ranks / this after it (apex's
             `gradient_predivide_factor`), for half sums of many ranks; null: everything before.
@@ -94,22 +95,21 @@ class DistributedDataParallel(Processes):
         if self.gradient_predivide is not None:
             positive("parallel.gradient_predivide", self.gradient_predivide)
 
-    def wraps_late(self, ranks: Ranks) -> bool:
-        return ranks.world_size > 1 and self.find_unused_parameters == "auto"
-
-    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
+    def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
         from isobatch.parallel.wrappers import distributed_data_parallel
 
-        if ranks.world_size == 1:
-            return model
-        return distributed_data_parallel(model, ranks, device, self, first)
+        return model if ranks.world_size == 1 else distributed_data_parallel(model, ranks, device, self)
 
     def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
-        no_sync = getattr(wrapped, "no_sync", nullcontext)  # one rank: the model itself, nothing to hold back
-        return nullcontext() if micro.is_last else no_sync()
+        step = getattr(wrapped, "micro_step", None)  # one rank: the model itself, nothing to hold back
+        return nullcontext() if step is None else step(micro.is_last)
 
     def idle(self, wrapped: nn.Module) -> None:
-        wrapped(None).backward()
+        wrapped.idle()  # type: ignore[operator]
+
+    def end(self, wrapped: nn.Module) -> None:
+        if hasattr(wrapped, "completion"):
+            wrapped.end()  # type: ignore[operator]
 
     def loss_factor(self, ranks: Ranks) -> float:
         return float(ranks.world_size)  # DDP divides the sum by the number of ranks

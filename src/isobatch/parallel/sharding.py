@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from isobatch.errors import ConfigError
 from isobatch.parallel.blocks import choose_blocks
+from isobatch.parallel.completion import Usage
 from isobatch.parallel.unused import tensors_in, trainable, unnoticed, without_gradient
 from isobatch.train.batch_norm import tracking_layers
 
@@ -46,7 +47,9 @@ def fully_sharded(model: nn.Module, average: nn.Module | None, options: Options,
         hook.remove()
     names = choose_blocks(model, options.blocks, called)
     asked = options.find_unused_parameters
-    unused = Unused(looks=asked is True or (asked == "auto" and any(missed)), notes=asked == "auto", same=any(missed))
+    names_of = [name for name, p in model.named_parameters() if p.requires_grad]
+    usage = None if asked is False else Usage(names_of, ranks, "parallel.find_unused_parameters" if asked == "auto" else None)
+    unused = Unused(usage, same=any(missed))
     if any(missed):
         log.info("parallel.find_unused_parameters=%s: the first sample leaves %d of %d parameters without a gradient",
                  asked, sum(missed), len(missed))  # fmt: skip
@@ -114,13 +117,11 @@ class Unused(NamedTuple):
     """What is done about parameters without a gradient (see `find_unused_parameters`).
 
     Args:
-        looks: ask all ranks after each window, and leave those that are used nowhere without a gradient.
-        notes: warn of a window in which this rank misses one.
+        usage: of a window by all ranks, so that what is used nowhere is left without a gradient; None: nobody asks.
         same: some are missing in every shard alike, so torch leaves them out of its messages.
     """
 
-    looks: bool
-    notes: bool
+    usage: Usage | None
     same: bool
 
 
@@ -134,27 +135,26 @@ class Shards:
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.behind = 0  # micro steps that this rank has fewer than the busiest in this window
         self.attending, self.flags = False, (True, True)
-        self.looks, self.notes, same = unused or Unused(False, False, True)
+        self.usage, same = unused or Unused(None, True)
         self.parameters = trainable(model)
-        self.used = [False] * len(self.parameters)
-        if self.looks or not same:
+        if self.usage is not None or not same:
             for unit in self.units:  # zeros for what got none, so that all ranks send the same
                 unit.set_reduce_scatter_unused_params(True)
-        if self.looks or self.notes:
-            self._watch()
+        if self.usage is not None:
+            self._watch(self.usage)
 
-    def _watch(self) -> None:
+    def _watch(self, usage: Usage) -> None:
         """Note which parameters get a gradient: those that are gathered, which are the same objects every time."""
         for unit in self.units:
             unit.unshard()
         for i, p in enumerate(trainable(self.model)):
-            p.register_post_accumulate_grad_hook(lambda _, i=i: self._saw(i))
+            p.register_post_accumulate_grad_hook(lambda _, i=i: self._saw(usage, i))
         for unit in self.units:
             unit.reshard()
 
-    def _saw(self, i: int) -> None:
+    def _saw(self, usage: Usage, i: int) -> None:
         if not self.attending:
-            self.used[i] = True
+            usage.used[i] = 1
 
     def enter(self, last: bool) -> None:
         """Before a micro step. `last`: of the busiest rank's in this window."""
@@ -172,16 +172,8 @@ class Shards:
         for left in reversed(range(self.behind)):
             self.enter(last=not left)
             self._attend()
-        if self.looks:
-            used = torch.tensor(self.used, dtype=torch.int32, device=self.example.device)
-            for p, somewhere in zip(self.parameters, self.ranks.all_reduce(used, "max").tolist(), strict=True):
-                if not somewhere:
-                    p.grad = None
-        elif self.notes and any(self.used) and not all(self.used):
-            log.warning("in some shards %d of %d parameters get no gradient: parallel.find_unused_parameters=true leaves "
-                        "those alone that a whole window does not use", self.used.count(False), len(self.used))  # fmt: skip
-            self.notes = False
-        self.used = [False] * len(self.used)
+        for i in self.usage.end() if self.usage is not None else ():
+            self.parameters[i].grad = None
 
     def _attend(self) -> None:
         """Forward and backward that add nothing."""

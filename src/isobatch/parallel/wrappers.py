@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,83 +12,91 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobatch.errors import JobFailed
-from isobatch.parallel.unused import trainable, without_gradient
+from isobatch.parallel.completion import Completion, zero
+from isobatch.parallel.unused import trainable
 from isobatch.train.batch_norm import tracking_layers
 
 if TYPE_CHECKING:
     from isobatch.parallel import DistributedDataParallel as Options
     from isobatch.runtime.distributed import Ranks
 
-log = logging.getLogger(__name__)
-
-
 class Participant(nn.Module):
     """The model as DDP sees it, with a way to take part in a reduction without a sample.
 
-    `forward(None)` touches trainable parameters without reading a value: the backward of an empty slice is an exact
-    zero, so a rank without a shard adds nothing, and neither batch norm nor any generator notices.
-
-    Args:
-        looks: DDP looks for parameters without a gradient. Then a rank without a shard must touch just one parameter
-            (`anchor`): the others would get zeros where a single process has no gradient at all, and weight decay and
-            momentum would move them.
+    `forward(None)` touches all trainable parameters without reading a value, so a rank without a shard adds exact zeros, and
+    neither batch norm nor any generator notices.
     """
 
-    def __init__(self, model: nn.Module, looks: bool = False, anchor: nn.Parameter | None = None):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self.looks = model, looks
-        self._anchor = [anchor if anchor is not None else trainable(model)[-1]]  # in a list: not registered twice
+        self.model = model
 
     def forward(self, inputs: Tensor | None) -> Any:
-        if inputs is None:
-            return _zero(self._anchor if self.looks else trainable(self.model))
-        return self.model(inputs)
-
-
-def _zero(parameters: list[nn.Parameter]) -> Tensor:
-    """0 (0-d, fp32) whose backward gives every one of `parameters` a gradient of zeros."""
-    return torch.cat([p.reshape(-1)[:0].float() for p in parameters]).sum()
+        return zero(trainable(self.model)) if inputs is None else self.model(inputs)
 
 
 class WatchedDDP(nn.parallel.DistributedDataParallel):
-    """DDP that says in the words of this project what is wrong with parameters that got no gradient."""
+    """DDP that has reduced everything when a window ends, whatever its samples use; see completion.py.
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    `completion` is None where `find_unused_parameters=false` says that every sample uses everything; then it is checked.
+    """
+
+    completion: Completion | None = None
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro step; `last`: of this rank's in the window."""
+        with nullcontext() if last else self.no_sync():
+            if self.completion is not None:
+                self.completion.arrived[:] = bytes(len(self.completion.arrived))
+            yield
+            if last and self.completion is not None:
+                self.completion.complete()
+
+    def idle(self) -> None:
+        """Take part in a window without a shard."""
+        if self.completion is not None:
+            self.completion.watching = False
+        self(None).backward()
+        if self.completion is not None:
+            self.completion.watching = True
+
+    def end(self) -> None:
+        """After a window, before its update.
+
+        Raises:
+            JobFailed: a parameter got no gradient, although `find_unused_parameters=false`.
+        """
+        if self.completion is not None:
+            self.completion.end()
+            return
         try:
-            return super().forward(*inputs, **kwargs)
+            self.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            if "finished reduction" not in str(error):
-                raise
             raise JobFailed(
-                "some parameters got no gradient in the last step, and DDP still waits for them; set "
-                "parallel.find_unused_parameters=auto (looks at the first shard) or true (looks at every step: for "
-                f"models that use other parameters in other steps); DDP says: {str(error).splitlines()[0]}"
+                "some parameters got no gradient in this step, and DDP waits for them; set "
+                "parallel.find_unused_parameters=auto, which completes them (or true, which does so without a word); DDP "
+                f"says: {str(error).splitlines()[0]}"
             ) from None
 
 
-def distributed_data_parallel(model: nn.Module, ranks: Ranks, device: torch.device, options: Options,
-                              first: Tensor | None = None) -> nn.Module:  # fmt: skip
+def distributed_data_parallel(model: nn.Module, ranks: Ranks, device: torch.device, options: Options) -> nn.Module:
     """DDP without buffer broadcasts (isobatch's own rule keeps batch-norm statistics equal) and with gradients as views
     of the buckets (no copy after the all-reduce).
-
-    Args:
-        first: inputs of this rank's first shard, which `find_unused_parameters=auto` looks at; None: it has none.
     """
-    looks, anchor = options.find_unused_parameters is True, None
-    if options.find_unused_parameters == "auto":
-        looks, anchor = _look(model, ranks, device, first)
     # depthwise kernels (C, 1, k, k) have two descriptions of one and the same layout, which DDP takes for two layouts
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     for p in model.parameters():
         p.grad_dtype = p.dtype  # DDP's buckets have the weights' dtype, so half copies collect in half here
     wrapped = WatchedDDP(
-        Participant(model, looks, anchor),
+        Participant(model),
         device_ids=None if device.type == "cpu" else [device],
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
-        find_unused_parameters=looks,
         bucket_cap_mb=options.bucket_mb,
     )
+    asked = options.find_unused_parameters
+    wrapped.completion = Completion(model, ranks, says=asked == "auto") if asked is not False else None
     if options.reduce_dtype is not None or options.gradient_predivide is not None:
         dtype = None if options.reduce_dtype is None else getattr(torch, options.reduce_dtype)
         before = float(ranks.world_size if options.gradient_predivide is None else options.gradient_predivide)
@@ -116,26 +125,6 @@ def mean_hook(state: tuple[torch.dtype | None, float, float], bucket: dist.GradB
         return total if total is buffer else buffer.copy_(total)
 
     return future.then(mean)
-
-
-def _look(model: nn.Module, ranks: Ranks, device: torch.device,
-          first: Tensor | None) -> tuple[bool, nn.Parameter | None]:  # fmt: skip
-    """Whether any rank that looked misses a gradient, and a parameter that some rank has one for. Ranks agree."""
-    parameters = trainable(model)
-    used = torch.zeros(len(parameters), dtype=torch.int32, device=device)
-    if first is not None:
-        used = torch.tensor([not missed for missed in without_gradient(model, first)], dtype=torch.int32, device=device)
-    everywhere = ranks.all_reduce(used.clone() if first is not None else torch.ones_like(used), "min").tolist()
-    somewhere = ranks.all_reduce(used, "max").tolist()
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    missed = [name for name, all_use in zip(names, everywhere, strict=True) if not all_use]
-    if not missed:
-        log.info("parallel.find_unused_parameters=auto: every parameter gets a gradient, chose false")
-        return False, None
-    log.info("parallel.find_unused_parameters=auto: no gradient for %d of %d parameters (%s%s), chose true",
-             len(missed), len(names), ", ".join(missed[:3]), ", ..." if len(missed) > 3 else "")  # fmt: skip
-    anchor = next((p for p, one_uses in zip(reversed(parameters), reversed(somewhere), strict=True) if one_uses), None)
-    return True, anchor
 
 
 class ShardedDataParallel(nn.DataParallel):

@@ -28,14 +28,9 @@ class FastReducer:
 
     def __init__(self, module: nn.Module, strategy: Any, plan: BatchPlan, ranks: Ranks, device: torch.device):
         self.strategy, self.ranks = strategy, ranks
-        self.module, self.wrapped = module, False
-        if not strategy.wraps_late(ranks):
-            self._wrap(None, device)
+        self.module = strategy.wrap(module, ranks, device)
         self.loss_factor: float = strategy.loss_factor(ranks)
         self.device, self.batch = device, plan.batch
-
-    def _wrap(self, first: Tensor | None, device: torch.device) -> None:
-        self.module, self.wrapped = self.strategy.wrap(self.module, self.ranks, device, first), True
 
     def begin(self, window: Window) -> None:
         self.window = window
@@ -44,8 +39,6 @@ class FastReducer:
         self.strategy.begin(self.module, self.batch, window, self.ranks)
 
     def shard(self, micro: MicroBatch) -> AbstractContextManager:
-        if not self.wrapped:
-            self._wrap(micro.inputs, self.device)
         return self.strategy.gradient_sync(self.module, micro)
 
     def record(self, micro: MicroBatch, weighted_loss: Tensor) -> None:
@@ -55,8 +48,6 @@ class FastReducer:
 
     def finish(self) -> bool:
         if self.loss is None:
-            if not self.wrapped:
-                self._wrap(None, self.device)
             self.module.zero_grad()  # no micro batch did it
             self.strategy.idle(self.module)
         self.strategy.end(self.module)

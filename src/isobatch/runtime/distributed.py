@@ -42,6 +42,12 @@ class Ranks:
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()))
         return tensor
 
+    def all_reduce_later(self, tensor: torch.Tensor, op: str = "sum") -> Any:
+        """Start `all_reduce` of a tensor in main memory; `wait()` of what is returned ends it."""
+        import torch.distributed as dist
+
+        return dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), async_op=True)
+
     def agree(self, value: int) -> int:
         """The largest `value` of any rank. Goes through main memory, so that no accelerator has to be waited for."""
         if self.world_size == 1:
