@@ -33,13 +33,15 @@ BASE = ("logger=none", "model=mlp", "model.width=16", "model.depth=1", "threads=
 
 def plain(*overrides: str) -> dict[str, Any]:
     """The resolved config that `python train.py <overrides>` would train with."""
+    if any(word.startswith("resume=") for word in overrides):  # whose settings are in a folder that may have changed since
+        return _composed.__wrapped__(*overrides)
     return copy.deepcopy(_composed(*overrides))
 
 
 @functools.lru_cache(maxsize=256)  # composing takes as long as a small training
 def _composed(*overrides: str) -> dict[str, Any]:
-    hydra_patches.install(["run", *overrides])
-    with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
+    folder = str(configuration.conf_folder())
+    with hydra_patches.active(["run", *overrides]), initialize_config_dir(folder, version_base="1.3"):
         return configuration.resolved(compose("config", overrides=list(overrides)))
 
 

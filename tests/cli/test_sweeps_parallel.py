@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from launching import run, summary
 from omegaconf import OmegaConf
 
+from isobatch import hydra_patches
 from isobatch.config import conf_folder
 from isobatch.errors import ConfigError
 from isobatch.sweeps import launchers, slots
@@ -196,7 +197,7 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 
 
 def test_the_presets_compose() -> None:
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+    with hydra_patches.active(), initialize_config_dir(str(conf_folder()), version_base="1.3"):
         for words, key, value in [
             (["hydra/launcher=slurm"], "hydra.launcher.max_num_timeout", 20),
             (["hydra/launcher=local"], "hydra.launcher.timeout_min", 525600),

@@ -20,7 +20,6 @@ import torch
 from harness import rows, summary, train
 from safetensors.torch import load_file
 
-from isobatch.cli import saved_overrides
 from isobatch.report import write_report
 
 HERE = Path(__file__).parent
@@ -43,10 +42,10 @@ def copied(tmp_path: Path, release: str, job: str) -> Path:
 
 
 def typed(run: Path, job: str, *words: str) -> list[str]:
-    """What `python train.py resume=RUN <words>` composes, in this one process."""
+    """What a person types after `python train.py`: the rest the run knows."""
     more = ("imports=[integers]",) if job == "integers" else ()
     plan = ("parallel=single",) if job == "ddp" else ()
-    return saved_overrides.expand([*more, *plan, f"resume={run}", *words], run.parent)[0]
+    return [*more, *plan, f"resume={run}", *words]
 
 
 def close(found: dict[str, Any], expected: dict[str, float]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,19 @@ from omegaconf import OmegaConf
 from isobatch import config as configuration
 from isobatch import hydra_patches
 from isobatch.cli.command import check_words
+from isobatch.cli.help_screen import help_screen, own_folders
 from isobatch.config import plain_config
 from isobatch.errors import ConfigError
 
 
+@pytest.fixture
+def patches() -> Iterator[None]:
+    with hydra_patches.active():
+        yield
+
+
 def composed(*overrides: str) -> dict[str, object]:
-    with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
+    with hydra_patches.active(), initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
         return configuration.resolved(compose("config", overrides=list(overrides)))
 
 
@@ -36,7 +45,7 @@ def test_anything_else_composes_and_is_then_refused_so_that_a_sweep_can_go_on(ch
         configuration.load(plain)
 
 
-def test_sweeps_keep_their_plain_spelling() -> None:
+def test_sweeps_keep_their_plain_spelling(patches: None) -> None:
     parse = OverridesParser.create().parse_override
     assert list(parse("accumulation=1,5,auto").sweep_string_iterator()) == ["1", "5", "auto"]
     assert list(parse("accumulation=range(1,4)").sweep_string_iterator()) == ["1", "2", "3"]
@@ -52,7 +61,7 @@ def test_two_launches_of_one_second_get_two_folders(tmp_path: Path, monkeypatch:
         def strftime(self, form: str) -> str:
             return "2030-01-01/00-00-00"
 
-    monkeypatch.setattr(hydra_patches, "datetime", Clock)
+    monkeypatch.setattr(hydra_patches.folders, "datetime", Clock)
     stamps = [hydra_patches.Stamp(), hydra_patches.Stamp(), hydra_patches.Stamp()]
     for stamp in stamps[:2]:
         stamp.claiming = True
@@ -69,7 +78,7 @@ def test_two_launches_of_one_second_get_two_folders(tmp_path: Path, monkeypatch:
 
 
 def test_input_paths_are_those_of_the_folder_typed_in(tmp_path: Path) -> None:
-    with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
+    with hydra_patches.active(), initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
         cfg = compose("config", overrides=["+data.root=./photos", "resume=../old"])
     plain = plain_config(cfg, tmp_path / "here")
     assert plain["data"]["root"] == str(tmp_path / "here/photos")
@@ -77,7 +86,7 @@ def test_input_paths_are_those_of_the_folder_typed_in(tmp_path: Path) -> None:
 
 
 def test_a_missing_value_is_refused_by_its_key() -> None:
-    with initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
+    with hydra_patches.active(), initialize_config_dir(str(configuration.conf_folder()), version_base="1.3"):
         missing = compose("config", overrides=["+data.extra=???"])
         dangling = compose("config", overrides=["+data.extra=${nowhere}"])
     with pytest.raises(ConfigError, match=r"^data\.extra=\?\?\?: "):
@@ -94,24 +103,24 @@ def test_dashes_are_refused_with_the_word_to_write() -> None:
 
 def test_the_help_screen_lists_every_group_and_fits_one() -> None:
     conf = configuration.conf_folder()
-    screen = hydra_patches.help_screen(conf)
+    screen = help_screen(conf)
     for group in configuration.TABLES:
         assert f"\n  {group} " in screen
     assert "any positive integer" in screen
     assert sum("train.py" in line for line in screen.splitlines()) >= 5
     assert len(screen.splitlines()) <= 50
     assert max(map(len, screen.splitlines())) <= 120
-    assert "\n  " + "isobatch".ljust(16) + "-m" in hydra_patches.help_screen(conf, "/somewhere/bin/isobatch")
+    assert "\n  " + "isobatch".ljust(16) + "-m" in help_screen(conf, "/somewhere/bin/isobatch")
 
 
 def test_composing_and_checking_imports_no_torch() -> None:
-    import subprocess
-
     code = (
-        "import sys; from pathlib import Path; from isobatch.cli import command; from isobatch import config, hydra_patches\n"
+        "import sys; from pathlib import Path; from isobatch.cli import command\n"
+        "from isobatch.cli.help_screen import help_screen; from isobatch import config, hydra_patches\n"
+        "hydra_patches.install()\n"
         "from hydra import compose, initialize_config_dir\n"
         "with initialize_config_dir(str(config.conf_folder()), version_base='1.3'): c = compose('config')\n"
-        "config.load(config.plain_config(c, Path())); hydra_patches.help_screen(config.conf_folder())\n"
+        "config.load(config.plain_config(c, Path())); help_screen(config.conf_folder())\n"
         "heavy = {'torch', 'timm', 'torchvision', 'wandb', 'matplotlib', 'sklearn', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
@@ -127,3 +136,52 @@ def test_an_input_path_that_no_file_system_takes_is_refused(tmp_path: Path) -> N
 def test_a_text_in_the_place_of_a_group_is_left_to_the_groups_own_refusal(tmp_path: Path) -> None:
     given: dict[str, object] = {"loss": {"name": "distill", "teacher": "runs/first"}, "data": 3}
     assert plain_config(OmegaConf.create(given), tmp_path) == given
+
+
+def test_the_help_screen_lists_the_choices_of_a_folder_of_your_own(tmp_path: Path) -> None:
+    (tmp_path / "own/experiment").mkdir(parents=True)
+    (tmp_path / "own/experiment/fruit.yaml").touch()
+    conf = configuration.conf_folder()
+    for words in (["--help", "--config-dir", "own"], ["-cd=own", "--help"]):
+        screen = help_screen(conf, own=[tmp_path / folder for folder in own_folders(words)])
+        assert " ".join(screen.split("experiment")[1].split()).split(" logger ")[0].endswith("strategies, fruit")
+
+
+FOREIGN = """
+import sys
+sys.argv[1:] = ["-m", "a=5,6", "accumulation=x", "hydra.sweep.dir=sweep"]
+import isobatch.cli, hydra
+from pathlib import Path
+from omegaconf import OmegaConf
+Path("conf/accumulation").mkdir(parents=True)
+Path("conf/accumulation/x.yaml").write_text("mine: 1")
+Path("conf/config.yaml").write_text("defaults: [{accumulation: x}]\\na: 1\\nsteps: 2\\nepochs: 3")
+
+@hydra.main(version_base="1.3", config_path=str(Path("conf").absolute()), config_name="config")
+def main(cfg):
+    print("job", OmegaConf.to_container(cfg))
+
+if not OmegaConf.has_resolver("stamp"): main()
+"""
+
+
+def test_a_program_that_imports_this_one_keeps_its_own_hydra(tmp_path: Path) -> None:
+    (tmp_path / "foreign.py").write_text(FOREIGN)
+    done = subprocess.run([sys.executable, "foreign.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "job {'accumulation': {'mine': 1}, 'a': 6, 'steps': 2, 'epochs': 3}" in done.stdout
+
+
+def test_hydra_is_given_back_after_a_command_and_kept_between_nested_ones() -> None:
+    methods = {key: key[0].__dict__[key[1]] for key in hydra_patches.METHODS}
+
+    def state() -> tuple[bool, bool]:
+        same = all(cls.__dict__[name] is methods[cls, name] for cls, name in methods)
+        return same, OmegaConf.has_resolver("stamp")
+
+    assert not OmegaConf.has_resolver("stamp")
+    with hydra_patches.active():
+        with hydra_patches.active():
+            assert state() == (False, True)
+        assert state() == (False, True) and composed("accumulation=5")["accumulation"]["steps"] == 5
+    assert state() == (True, False)

@@ -140,7 +140,7 @@ def test_help_and_a_refusal_import_neither_torch_nor_anything_heavy() -> None:
 def test_nothing_read_from_a_file_can_name_code() -> None:
     for path in [*MODULES, ROOT / "train.py", *ROOT.glob("conf/**/*.yaml")]:
         text = path.read_text()
-        if path.name != "hydra_patches.py":  # names the report's callback, in code
+        if path.parent.name != "hydra_patches":  # names the report's callback, in code
             assert "_target_" not in text.replace("not `_target_`", ""), path
         assert "weights_only=False" not in text.replace(" ", ""), path
         assert "pickle.load" not in text, path

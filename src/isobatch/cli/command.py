@@ -24,13 +24,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from isobatch import hydra_patches, launch, sweeps
-from isobatch.cli import saved_overrides
-from isobatch.cli.swept_overrides import reachable
+from isobatch.cli.help_screen import help_screen, own_folders
+from isobatch.cli.swept_overrides import WORD, reachable
 from isobatch.cli.verbs import run_verb
 from isobatch.config import conf_folder, plain_config
 from isobatch.errors import ConfigError, Stopped
+from isobatch.resume import saved_settings
 from isobatch.runtime.distributed import ranks_from_environment
 from isobatch.sweeps import launchers
+
+log = logging.getLogger("isobatch")
 
 HYDRA_OPTIONS = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--info"}
 
@@ -57,6 +60,8 @@ def one_job(cfg: DictConfig) -> float | None:
                 tell(sweeps.say(word, job.job.num, run_dir))
             if word == "skip":
                 return result
+        for line in hydra_patches.left_out():
+            log.info("%s", line)
         return launch.run(plain, run_dir)
     except Stopped as stop:
         raise SystemExit(stop.exit_code) from None
@@ -106,16 +111,15 @@ def main() -> None:
         if not ranks_from_environment().is_main:
             launch.follow()
         check_words(sys.argv[1:])
+        check_config_dir(sys.argv[1:])
         launchers.check_plugins(sys.argv[1:])
-        sys.argv[1:], told = saved_overrides.expand(sys.argv[1:], Path.cwd())
-        for line in told:
-            tell(f"isobatch: {line}")
         if {"--help", "-h"} & set(sys.argv[1:]):
-            print(hydra_patches.help_screen(conf_folder(), sys.argv[0]))
+            print(help_screen(conf_folder(), sys.argv[0], own=own_folders(sys.argv[1:])))
             sys.exit(0)
+        tell_saved(sys.argv[1:])
         sys.argv[1:] = reachable(sys.argv[1:])
-        hydra_patches.install(["run", *sys.argv[1:]], launchers.choose)
-        one_job()
+        with hydra_patches.active(["run", *sys.argv[1:]], launchers.choose):
+            one_job()
         code = 0 if launchers.all_done() else 1
     except ConfigError as refusal:
         code = refusal.exit_code
@@ -142,6 +146,27 @@ def check_words(words: list[str]) -> None:
         match = re.fullmatch(r"(--[A-Za-z_][\w./@-]*)=(.*)", word)
         if match and match[1] not in HYDRA_OPTIONS:
             raise ConfigError(match[1], match[2], "settings have no dashes", f"write {word[2:]}")
+
+
+def check_config_dir(words: list[str]) -> None:
+    """Refuse a `--config-dir` that is not there; like whatever Hydra would refuse itself, with exit code 1."""
+    for folder in own_folders(words):
+        if not (Path.cwd() / folder).is_dir():
+            raise SystemExit(f"isobatch: --config-dir={folder}: no such folder; name one with folders like conf/'s")
+
+
+def tell_saved(words: list[str]) -> None:
+    """A line for each setting of the run that `resume=` names which is not taken over.
+
+    Raises:
+        ConfigError: no such folder, or its settings cannot be read.
+    """
+    typed = {match["key"]: match["value"] for word in words if (match := WORD.fullmatch(word))}
+    saved_settings.check_folder(typed.get("resume"))
+    saved = saved_settings.SavedSettings.named(typed.get("resume"))
+    for key, line in saved.told.items() if saved else ():
+        if key not in typed:
+            tell(f"isobatch: {line}")
 
 
 def _terminated(signum: int, frame: FrameType | None) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import yaml
 
-from isobatch.cli.saved_overrides import WORD
 from isobatch.config import TABLES, conf_folder
 
+WORD = re.compile(r"(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w./]*)=(?P<value>.*)", re.DOTALL)
+LAYERS = {"experiment", "plan", "resume"}  # each of them brings choices for any group
 SEVERAL = re.compile(r".*,.*|(choice|range|glob|shuffle|sort)\(.*\)", re.DOTALL)
 
 
@@ -23,7 +24,8 @@ def reachable(words: list[str]) -> list[str]:
     if not {"-m", "--multirun"} & set(words):
         return words
     found = [(word, WORD.fullmatch(word)) for word in words]
-    swept = {m["key"] for _, m in found if m and m["key"] in TABLES and SEVERAL.fullmatch(m["value"])}
+    several = {m["key"] for _, m in found if m and m["key"] in {*TABLES, *LAYERS} and SEVERAL.fullmatch(m["value"])}
+    swept = set(TABLES) if several & LAYERS else several
     known = {group: options_of_default(group) for group in swept}
 
     def reached(word: str, match: re.Match[str] | None) -> str:

@@ -104,8 +104,9 @@ class Settings:
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", self.seed, "is not in 0 .. 2^63-1", "set seed=0")
         if (self.epochs is None) == (self.steps is None):
-            raise ConfigError("steps", self.steps, f"exactly one of steps and epochs={self.epochs} has to be null",
-                              f"set epochs=null steps={self.steps or 1000} or steps=null epochs=15")  # fmt: skip
+            shown = "null" if self.epochs is None else self.epochs
+            raise ConfigError("steps", self.steps, f"exactly one of steps and epochs={shown} has to be null",
+                              f"set only steps={self.steps or 1000}, or only epochs={self.epochs or 15}")  # fmt: skip
         for key in ("epochs", "steps", "log_every", "eval_every", "threads", "max_grad_norm"):
             if getattr(self, key) is not None:
                 positive(key, getattr(self, key))

@@ -47,6 +47,8 @@ class SweepReport(Callback):
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:  # a forked rank inherits the registration
+            if self._folder is not None and not any(self._folder.glob("*/.hydra")):
+                self._folder = None  # refused before its first job: the refusal is all there is to say
             self._report()
 
     def _report(self) -> bool | None:

@@ -96,7 +96,6 @@ class DryRun:
     def tidy(self) -> None:
         """Take back the folder that was made for this launch; it holds the sweeper's note of the command at most."""
         if self.folder in hydra_patches.STAMP.made:
-            (self.folder / "multirun.yaml").unlink(missing_ok=True)
             hydra_patches.STAMP.release()
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from isobatch import launch
+from isobatch import hydra_patches, launch
 from isobatch.sweeps.slots import Slot
 
 
@@ -50,7 +50,8 @@ class Task:
         try:
             if join(environment) > 0:
                 return self.follow()
-            result = self.launcher(*job)
+            with hydra_patches.active():  # the plugin composes the job's config once more, here
+                result = self.launcher(*job)
             code = int(result.status.name != "COMPLETED")
             return result
         except SystemExit as leaving:
