@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from isobatch import config as configuration
+from isobatch import tasks
 from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import Console, make_console
@@ -35,7 +36,7 @@ from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks, choose_device
 from isobatch.runtime.randomness import ShardSeeder, seed_everything
 from isobatch.scheduler import Schedule
-from isobatch.tasks import evaluation, export
+from isobatch.tasks import Work
 from isobatch.train import batch_norm
 from isobatch.train.loop import Loop
 from isobatch.train.state import TrainState
@@ -51,9 +52,10 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
         ConfigError: refused. Stopped: by a signal, after a checkpoint. JobFailed and others: failed.
     """
     config = configuration.load(plain)
-    if config.task == "export":
+    task = tasks.of(config)
+    if task.built == "nothing":
         if ranks.is_main:
-            export.export(config, run_dir)
+            task.alone(config, run_dir)
         return None
     run = Run(config, run_dir, ranks)
     try:
@@ -81,7 +83,7 @@ class Run:
 
     def __init__(self, config: Config, run_dir: Path, ranks: Ranks):
         self.started = time.time()
-        self.config, self.run_dir, self.ranks = config, run_dir, ranks
+        self.config, self.run_dir, self.ranks, self.task = config, run_dir, ranks, tasks.of(config)
         self.world = world(config, ranks)  # what the plan counts: for task=plan it need not be there
         self.files = RunFiles(run_dir, ranks.is_main)
         self.logger, self.console = Logger(), Console()
@@ -99,8 +101,8 @@ class Run:
         precision = self.resume.precision(device).settled(config.parallel.lane_devices(device), ranks)
         self.config = config = dataclasses.replace(config, precision=precision)
         self.files.config(configuration.to_yaml(config.plain))
-        if ranks.is_main and config.task != "plan":
-            self.logger = config.logger.build(RunInfo(self.run_dir, config.plain))
+        if ranks.is_main and self.task.logs:
+            self.logger = config.logger.build(RunInfo(self.run_dir, config.plain, trains=self.task.trains))
         threads = hardware.set_up(config, ranks, device)
         splits: Splits = config.data.load(config.augment.sample_transform(config.data), config.seed)
         self.data_info = splits.info
@@ -133,7 +135,7 @@ class Run:
         self.console.plan({**plan_notes.view(config, plan, total, self.world, device), **ahead.view}, notes)
         if ahead.table:
             self.console.table(cost.HEAD, ahead.table)
-        if config.task == "plan":
+        if self.task.built == "plan":
             return
         self.assemble(model, splits, plan, total)
 
@@ -171,7 +173,7 @@ class Run:
         if self.resume.saved is not None:
             working.push_weights()
         self.resume.choose_weights(state)
-        if config.task == "train":
+        if self.task.trains:
             self.files.resume_metrics(state.step)  # this folder's rows from before a restart, as far as they stand
             self.resume.adopt(checkpointer)
         lanes = config.parallel.lane_devices(device)
@@ -214,20 +216,15 @@ class Run:
         return self.fingerprint
 
     def perform(self) -> None:
-        """Train or evaluate."""
+        """What the task does."""
         if self.loop is None:
             return
         state = self.loop.state
         if self.ranks.is_main:
             self.logger.start(self.plan, state.logger_run_id, state.samples)
             state.logger_run_id = self.logger.run_id
-        if self.config.task == "evaluate":
-            evaluation.evaluate(self.loop, self.data_info, self.run_dir, self.resume.path)
-        elif self.resume.finished:
-            self.loop.last_eval = self.resume.earlier_result()
-        else:
-            self.loop.train()
-            self.loop.checkpointer.wait()
+        earlier = self.resume.earlier_result() if self.resume.finished else None
+        self.task.perform(Work(self.config, self.run_dir, self.loop, self.data_info, self.resume.saved, earlier))
         if self.fingerprint is not None:
             self.fingerprint.write(self.run_dir, self.ranks)
         if wanted := self.ranks.agree(self.logger.wants_predictions):  # by the main rank's, with all in one forward

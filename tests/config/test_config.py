@@ -9,6 +9,7 @@ import pytest
 import yaml
 from harness import plain
 
+from isobatch import tasks
 from isobatch.config import TABLES, BatchOptions, Settings, SweepOptions, load
 from isobatch.config.schema import CostOptions
 from isobatch.errors import ConfigError
@@ -115,7 +116,7 @@ def test_an_experiment_takes_any_plan(experiment: str, plan: str) -> None:
 )  # fmt: skip
 def test_a_wrong_value_gets_one_line_with_key_value_and_way_out(overrides: list[str], key: str, says: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        load(plain(*overrides))
+        tasks.of(load(plain(*overrides)))
     line = str(refusal.value)
     assert line.startswith((f"{key}=", f"{key}.")), line
     assert says in line and "; " in line and "\n" not in line

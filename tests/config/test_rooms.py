@@ -117,6 +117,25 @@ def test_arrows_of_the_training_path() -> None:
     assert not rooms("train/state") & {"run", "config"} and not inner("train/state") & {"train.loop", "train.step"}
 
 
+def test_what_a_task_is_like_stands_in_its_class_alone() -> None:
+    """No `config.task == "train"` anywhere: a new task is one class and one line, and nothing else knows its name."""
+    from isobatch.tasks import TABLE
+
+    compared = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        and any(isinstance(side, ast.Attribute) and side.attr == "task" for side in (node.left, *node.comparators))
+    ]
+    assert compared == []
+    assert list(TABLE) == ["train", "evaluate", "export", "plan"]
+    for name, task in TABLE.items():
+        assert task.name == name and task.built in ("nothing", "plan", "loop")
+        own = {"nothing": "alone", "plan": None, "loop": "perform"}[task.built]
+        assert {m for m in ("alone", "perform") if m in vars(type(task))} == ({own} if own else set())
+
+
 def test_every_group_has_a_module_a_folder_and_a_table() -> None:
     from isobatch.config import TABLES
 

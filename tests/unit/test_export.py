@@ -19,7 +19,7 @@ import isobatch
 from isobatch import checkpoint
 from isobatch.checkpoint import Saved
 from isobatch.errors import ConfigError
-from isobatch.tasks import export
+from isobatch.tasks import exporting as export
 
 SHORT = ("logger=none", "threads=1", "epochs=null", "steps=3", "batch.effective=16", "scheduler=constant")
 

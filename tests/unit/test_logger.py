@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from wandb_standin import KEY, StandIn, bare_environ, offline_files, read_offline
 
+from isobatch import tasks
 from isobatch.config import options
 from isobatch.errors import ConfigError
 from isobatch.logger import Logger, RunInfo, access, job_facts
@@ -294,9 +295,10 @@ def test_which_runs_are_continued(
 ) -> None:
     facts = job_facts.JobFacts(tmp_path if sweep else None)
     plain = {"task": task, "resume": resume and str(tmp_path / resume)}
-    assert (choose_id("abc", facts, RunInfo(tmp_path / "run", plain)) == "abc") == continues
+    info = RunInfo(tmp_path / "run", plain, trains=tasks.TABLE[task].trains)
+    assert (choose_id("abc", facts, info) == "abc") == continues
     environ(WANDB_RUN_ID="given1")
-    assert (choose_id("abc", facts, RunInfo(tmp_path / "run", plain)) == "given1") == (not sweep)
+    assert (choose_id("abc", facts, info) == "given1") == (not sweep)
 
 
 def test_facts_of_a_run_without_hydra_or_alone(tmp_path: Path) -> None:

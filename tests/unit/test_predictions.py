@@ -39,7 +39,7 @@ def evaluated(run: Path, folder: Path, *words: str) -> dict[str, Any]:
 
 def test_files_add_up_and_are_the_same_at_any_number_of_ranks(run: Path, tmp_path: Path) -> None:
     result = evaluated(run, tmp_path / "1")["result"]
-    rows = table(tmp_path / "1/evaluate.csv")
+    rows = table(tmp_path / "1/predictions.csv")
     assert [int(row["index"]) for row in rows] == list(range(len(rows))) and len(rows) == result["eval/samples"] == 359
     right = [row["label"] == row["prediction"] for row in rows]
     assert [row["correct"] == "1" for row in rows] == right
@@ -88,7 +88,7 @@ def test_training_evaluates_without_any_of_it_and_data_without_classes_has_none(
     train(tmp_path / "a", *words)
     train(tmp_path / "b", *words, "task=evaluate", f"resume={tmp_path / 'a'}")
     assert summary(tmp_path / "b")["final"]["eval/loss"] == summary(tmp_path / "a")["final"]["eval/loss"]
-    assert not (tmp_path / "b/evaluate.csv").exists()
+    assert not (tmp_path / "b/predictions.csv").exists()
 
 
 def test_files_of_images_are_named(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_files_of_images_are_named(tmp_path: Path) -> None:
              "batch.effective=6", "epochs=1")  # fmt: skip
     train(tmp_path / "a", *words)
     train(tmp_path / "b", *words, "task=evaluate", f"resume={tmp_path / 'a'}")
-    rows = table(tmp_path / "b/evaluate.csv")
+    rows = table(tmp_path / "b/predictions.csv")
     assert [Path(row["file"]).relative_to(tmp_path / "photos").as_posix() for row in rows] == [
         f"val/{label}/{i}.png" for label in ("cat", "dog, small") for i in range(3)]  # fmt: skip
     assert {row["label"] for row in rows} == {"cat", "dog, small"}

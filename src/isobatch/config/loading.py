@@ -119,5 +119,5 @@ def check_inputs(config: Config) -> None:
         ConfigError: it does not.
     """
     check = getattr(config.data, "check", None)
-    if check is not None and config.task != "export":
+    if check is not None:
         check()

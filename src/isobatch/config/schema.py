@@ -96,7 +96,6 @@ class Settings:
     on_nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
-        choice("task", self.task, ("train", "evaluate", "export", "plan"))
         within("warmup", self.warmup, 0, 1e9)
         choice("device", self.device, (None, "cpu", "cuda", "mps", "xpu"))
         choice("compile", self.compile, COMPILE)
@@ -112,8 +111,6 @@ class Settings:
                 positive(key, getattr(self, key))
         if self.threads is not None and self.threads > 4096:
             raise ConfigError("threads", self.threads, "is more than any machine has", "set threads=null")
-        if self.task in ("evaluate", "export") and self.resume is None:
-            raise ConfigError("resume", None, f"task={self.task} needs a run to {self.task}", "set resume=<run folder>")
 
 
 @dataclass(frozen=True)

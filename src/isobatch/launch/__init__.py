@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch import config as configuration
+from isobatch import tasks
 from isobatch.errors import ConfigError, Stopped
 from isobatch.launch import devices, job, spawn, torchrun
 from isobatch.launch.outcome import Folder, Outcome, RankFailed
@@ -58,8 +59,10 @@ def run(plain: dict[str, Any], run_dir: Path) -> float | None:
 
 def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
     config = configuration.load(plain)
-    configuration.check_inputs(config)
-    if config.task in ("train", "evaluate"):
+    task = tasks.of(config)
+    if task.reads_data:
+        configuration.check_inputs(config)
+    if task.logs:
         config.logger.check()
     ranks, options = ranks_from_environment(), config.parallel
     parallel = plain["parallel"]
@@ -72,8 +75,8 @@ def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
         count = 1
     else:
         count = options.num_processes or (1 if config.device == "cpu" else max(1, devices.count_gpus()))  # 0: one per GPU
-        if config.task in ("plan", "export"):
-            count = 1  # a world is planned for without being started (planner/preview.py)
+        if task.one_process:
+            count = 1
     if count > MOST_RANKS:
         raise ConfigError("parallel.nproc", count, "is more than a run starts itself on one machine",
                           f"set at most {MOST_RANKS}, or start torchrun on several; task=plan takes any number")  # fmt: skip

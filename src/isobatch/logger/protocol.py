@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 class RunInfo:
     """What is known before anything is built: the run folder, the resolved plain config, and whom it belongs to.
 
-    `group`: of runs that are shown together; None = the sweep that the folder says it belongs to.
+    Args:
+        group: of runs that are shown together; None = the sweep that the folder says it belongs to.
+        trains: what it does goes on with the run that it resumes; False = it is a run of its own.
     """
 
     run_dir: Path
     plain: Mapping[str, Any]
     group: str | None = None
+    trains: bool = True
 
 
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # names of the columns, rows

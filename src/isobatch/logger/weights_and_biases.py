@@ -195,7 +195,7 @@ def choose_id(resumed: str | None, facts: job_facts.JobFacts, info: RunInfo) -> 
         return given
     source = info.plain.get("resume")
     its_own = source is None or Path(source).resolve() == info.run_dir.resolve()
-    if resumed and info.plain.get("task") != "evaluate" and (its_own or facts.sweep is None):
+    if resumed and info.trains and (its_own or facts.sweep is None):
         return resumed
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 

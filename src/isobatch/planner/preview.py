@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isobatch import tasks
 from isobatch.batch_plan import Batch
 from isobatch.config import Config
 from isobatch.data import Splits
@@ -39,7 +40,7 @@ class AbsentRanks(Ranks):
 
 def world(config: Config, ranks: Ranks) -> Ranks:
     """The ranks that the plan counts: those that are there, but for task=plan those that the config asks for."""
-    if config.task != "plan" or ranks.world_size > 1:
+    if tasks.of(config).built != "plan" or ranks.world_size > 1:
         return ranks
     asked = config.parallel.num_processes or (1 if config.device == "cpu" else max(1, devices.count_gpus()))
     return AbsentRanks(0, asked, 0, asked)
@@ -69,7 +70,7 @@ def preview(config: Config, model: nn.Module, splits: Splits, batch: Batch, devi
     found = Preview({"memory": f"{listed}: {_mb(resident.total)} MB per replica, without activations"})
     found.record["memory_mb"] = {name.replace(" ", "_"): None if size is None else round(size / MB, 3)
                                  for name, size in parts.items()}  # fmt: skip
-    if config.task == "plan":
+    if tasks.of(config).built == "plan":
         _measure(found, listed, resident, config, model, splits, batch, device)
     return found
 

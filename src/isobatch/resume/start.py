@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch import config as configuration
+from isobatch import tasks
 from isobatch.checkpoint import reading
 from isobatch.checkpoint.folder import Folder
 from isobatch.checkpoint.reading import Saved
@@ -44,7 +45,7 @@ class Resume:
     """
 
     def __init__(self, config: Config, run_dir: Path, ranks: Ranks):
-        self.config, self.run_dir, self.ranks = config, run_dir, ranks
+        self.config, self.run_dir, self.ranks, self.task = config, run_dir, ranks, tasks.of(config)
         self.notes: list[str] = []
         self.finished = False
         self.saved: Saved | None = on_main(ranks, lambda: self._find())
@@ -53,14 +54,14 @@ class Resume:
             self.begun = on_main(ranks, lambda: self._find_begun())
             return
         self.notes.append(f"goes on from {self.saved.path}, step {self.saved.step}")
-        if config.task == "train":
+        if self.task.trains:
             self._refuse(contract.differences(self.saved.state["config"], config.plain))
 
     def _find(self) -> Saved | None:
         config, own = self.config, self.run_dir
         named = Path(config.resume) if config.resume is not None else None
         in_place = named is not None and named.resolve() == own.resolve()
-        if config.task == "train" and reading.exists(own) and not in_place:
+        if self.task.trains and reading.exists(own) and not in_place:
             if config.checkpoint.resume == "auto":
                 return reading.read(own)
             aside = Folder(own / "checkpoints").put_aside()
@@ -70,7 +71,7 @@ class Resume:
     def _find_begun(self) -> Saved | None:
         """An attempt of this very run in this folder that was killed before its first checkpoint."""
         before, options = configuration.read_yaml(self.run_dir / "config.yaml"), self.config.checkpoint
-        if before is None or self.config.task != "train" or before.get("task") != "train" or options.resume != "auto":
+        if before is None or not self.task.trains or before.get("task") != self.task.name or options.resume != "auto":
             return None
         try:
             plan = json.loads((self.run_dir / "plan.json").read_text(encoding="utf-8"))
@@ -80,14 +81,14 @@ class Resume:
         return Saved(self.run_dir, 0, {"plan": plan, "config": before}) if same and isinstance(plan, dict) else None
 
     @property
+    def uses_weights(self) -> bool:
+        """Whether the checkpoint's weights are what the task is about, and no training follows."""
+        return self.task.built == "loop" and not self.task.trains
+
+    @property
     def in_place(self) -> bool:
         """Whether the run goes on in the folder that it was in."""
         return self.saved is not None and self.saved.run.resolve() == self.run_dir.resolve()
-
-    @property
-    def path(self) -> Path | None:
-        """The checkpoint that the run starts from."""
-        return self.saved.path if self.saved is not None else None
 
     def model(self) -> Any:
         """The model's options; where a checkpoint has all its weights, none are fetched or read from elsewhere."""
@@ -117,7 +118,7 @@ class Resume:
         config = self.config
         effective, micro, accumulation = config.batch.effective, config.batch.micro, config.accumulation.steps
         saved = self.saved or self.begun
-        if saved is None or (config.task != "train" and micro != "auto"):
+        if saved is None or (not self.task.trains and micro != "auto"):
             return effective, micro, accumulation
         before, was = saved.state["plan"], saved.state["config"].get("accumulation") or {}
         try:
@@ -144,8 +145,8 @@ class Resume:
         if self.saved is None:
             return self.notes
         before, step, allow = self.saved.state["plan"], self.saved.step, self.config.allow_contract_change
-        self.notes += signature.compare(before, plan, self.config.data, self.saved.run, allow, self.config.task == "evaluate")
-        if self.config.task != "train":
+        self.notes += signature.compare(before, plan, self.config.data, self.saved.run, allow, self.uses_weights)
+        if not self.task.trains:
             return self.notes
         changed = contract.facts_changed(before, plan, {"effective_batch": "batch.effective", **DATA_FACTS})
         cut = contract.facts_changed(before, plan, {"micro_batch": "batch.micro"})
@@ -197,7 +198,7 @@ class Resume:
 
         told = len(self.notes)  # with the plan
         try:
-            state.load_state_dict(fitted(state, self.saved.state, self.notes, self.config.task == "train"))
+            state.load_state_dict(fitted(state, self.saved.state, self.notes, self.task.trains))
         except reading.Damaged as problem:
             raise self._unfit(str(problem)) from None
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
@@ -211,7 +212,7 @@ class Resume:
         Raises:
             ConfigError: `ema`, and there is no average.
         """
-        if self.config.task != "evaluate" or self.saved is None:
+        if not self.uses_weights or self.saved is None:
             return
         if self.config.checkpoint.weights == "ema" and (state.ema is None or not self.saved.state["ema"]):
             raise no_average(self.saved)

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globals
 
 from isobatch import config as configuration
-from isobatch import hydra_patches, sweeps
+from isobatch import hydra_patches, sweeps, tasks
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import make_console
@@ -108,7 +108,9 @@ class Estimate:
 
     def __call__(self, config: Config) -> Cost:
         """Raises ConfigError where a run would, as far as integers can tell."""
-        configuration.check_inputs(config)
+        task = tasks.of(config)
+        if task.reads_data:
+            configuration.check_inputs(config)
         replicas = self.replicas(config.parallel)
         micro = config.batch.micro
         if micro == "auto":  # found by trying; the windows do not depend on it
@@ -117,7 +119,7 @@ class Estimate:
             batch = resolve_batch(config.batch.effective, micro, config.accumulation.steps, replicas)
         plan = BatchPlan(batch, config.sampler.order_size(self.size(config)), config.sampler.tail)
         updates = config.steps or (config.epochs or 0) * plan.windows_per_epoch
-        if config.task != "train":
+        if not task.trains:
             updates = 0
         samples = plan.samples_before(updates)
         rate = self.rates.get(rated(config.plain))

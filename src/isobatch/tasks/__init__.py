@@ -1,1 +1,31 @@
-"""What `task=` runs besides training; the plan is planner/."""
+"""What `task=` names: one class each, which says how much of a run it needs and what it does with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isobatch.checks import choice
+from isobatch.tasks.base import Task, Work
+from isobatch.tasks.evaluation import Evaluate
+from isobatch.tasks.export import Export
+from isobatch.tasks.planning import Plan
+from isobatch.tasks.training import Train
+
+if TYPE_CHECKING:
+    from isobatch.config import Config
+
+__all__ = ["TABLE", "Task", "Work", "of"]
+
+TABLE: dict[str, Task] = {task.name: task for task in (Train(), Evaluate(), Export(), Plan())}
+
+
+def of(config: Config) -> Task:
+    """The task that `config` names.
+
+    Raises:
+        ConfigError: there is no such task, or it lacks something.
+    """
+    choice("task", config.task, tuple(TABLE))
+    task = TABLE[config.task]
+    task.check(config)
+    return task

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isobatch.data import DataInfo
-from isobatch.evaluate import Answers, Classes, write
-from isobatch.train.loop import Loop
+from isobatch.tasks.base import Task, Work
+
+if TYPE_CHECKING:
+    from isobatch.evaluate import Classes
 
 log = logging.getLogger("isobatch")
 
 MOST_ROWS = 1000  # classes of a table that a logger still shows
 
 
-def evaluate(loop: Loop, info: DataInfo, run_dir: Path, checkpoint: Path | None) -> None:
-    """Evaluate; for data with classes write the files of isobatch.predictions into `run_dir` too. A collective.
+class Evaluate(Task):
+    name = "evaluate"
+    needs_run = True
+
+    def perform(self, work: Work) -> None:
+        evaluate(work)
+
+
+def evaluate(work: Work) -> None:
+    """Evaluate; for data with classes write the files of isobatch.evaluate into the run folder too. A collective.
 
     The counts are integers and every sample has a place of its own, so the files are the same at any number of ranks.
     """
+    from isobatch.evaluate import Answers, Classes, write
+
+    loop, info, run_dir = work.loop, work.info, work.run_dir
     evaluator, state = loop.evaluator, loop.state
     if info.num_classes:
         evaluator.answers = Answers(len(evaluator.split), evaluator.device)
@@ -31,8 +43,8 @@ def evaluate(loop: Loop, info: DataInfo, run_dir: Path, checkpoint: Path | None)
     loop.last_eval = {**loop.last_eval, **classes.means()}
     if not loop.ranks.is_main:
         return
-    about = {"checkpoint": str(checkpoint), "step": state.step, "weights": "raw" if state.ema is None else "ema",
-             "result": loop.last_eval}  # fmt: skip
+    about = {"checkpoint": str(work.saved and work.saved.path), "step": state.step,
+             "weights": "raw" if state.ema is None else "ema", "result": loop.last_eval}  # fmt: skip
     describe = getattr(evaluator.split.dataset, "describe", None)
     written = write(run_dir, answers, classes, describe, about)
     tell(classes, run_dir, written)

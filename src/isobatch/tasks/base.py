@@ -1,0 +1,73 @@
+"""What a task is: how much of a run is built for it, and what it then does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from isobatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from isobatch.checkpoint.reading import Saved
+    from isobatch.config import Config
+    from isobatch.data import DataInfo
+    from isobatch.train.loop import Loop
+
+
+@dataclass(frozen=True)
+class Work:
+    """A run that is assembled, as its task gets it on every rank.
+
+    Args:
+        loop: ready for its next window, with state, feed, evaluator, logger and files.
+        saved: the checkpoint that the state is from; None = the run is new.
+        earlier: what a run that is complete already has reached; None = there is something left to do.
+    """
+
+    config: Config
+    run_dir: Path
+    loop: Loop
+    info: DataInfo
+    saved: Saved | None
+    earlier: dict[str, float] | None
+
+
+class Task:
+    """One value of `task`. A new one is a class with these attributes and a line in the table.
+
+    Attributes:
+        built: how far a run gets for it. `nothing`: it works on the files of a run, by the main rank alone (`alone`);
+            `plan`: it ends when the plan is shown; `loop`: everything is assembled (`perform`).
+        trains: it consumes windows: a resume keeps the contract, this folder's own checkpoints and rows are gone on with,
+            and what it does is a continuation of the run that it resumes.
+        needs_run: `resume` has to name the run that it is about.
+        reads_data: the data has to be there.
+        logs: it has a logger.
+        one_process: it starts no ranks of its own, whatever `parallel` asks for.
+    """
+
+    name: ClassVar[str]
+    built: ClassVar[Literal["nothing", "plan", "loop"]] = "loop"
+    trains: ClassVar[bool] = False
+    needs_run: ClassVar[bool] = False
+    reads_data: ClassVar[bool] = True
+    logs: ClassVar[bool] = True
+    one_process: ClassVar[bool] = False
+
+    def check(self, config: Config) -> None:
+        """Refuse what cannot be done, before anything starts. Imports nothing heavy.
+
+        Raises:
+            ConfigError: what is missing.
+        """
+        if self.needs_run and config.resume is None:
+            raise ConfigError("resume", None, f"task={self.name} needs a run to {self.name}", "set resume=<run folder>")
+
+    def alone(self, config: Config, run_dir: Path) -> None:
+        """On the main rank, where nothing is built."""
+        raise AssertionError(f"task={self.name} is built as {self.built}")
+
+    def perform(self, work: Work) -> None:
+        """On every rank, when all is assembled."""
+        raise AssertionError(f"task={self.name} is built as {self.built}")
