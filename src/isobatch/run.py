@@ -176,7 +176,7 @@ class Run:
         if self.task.trains:
             self.files.resume_metrics(state.step)  # this folder's rows from before a restart, as far as they stand
             self.resume.adopt(checkpointer)
-        lanes = config.parallel.lane_devices(device)
+        lanes, seed = config.parallel.lane_devices(device), self.seeder(working.module)
 
         def source(split: Split, training: bool) -> Source:
             self.sources.append(make_source(split, device, config, channels_last, ranks, training))
@@ -186,7 +186,7 @@ class Run:
             state=state,
             parts=Parts(
                 criterion=config.loss.build(), reducer=reducer, precision=config.precision, working=working,
-                statistics=statistics, seed=self.seeder(working.module), device=device,
+                statistics=statistics, seed=seed, device=device,
                 max_grad_norm=config.max_grad_norm, skip_nonfinite=config.on_nonfinite == "skip",
             ),
             feed=Feed(
@@ -199,7 +199,7 @@ class Run:
                 splits.eval, source(splits.eval, False), config.loss.build(), config.precision, ranks, device,
                 config.batch.eval or plan.batch.micro, splits.info.num_classes, config.loss.averages,
                 plan.batch.micro,
-                after=config.parallel.evaluated,
+                after=config.parallel.evaluated, seed=seed.evaluation,
             ),
             schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,

@@ -30,6 +30,7 @@ class Evaluator:
         unit: samples that a loss which sums is stated for, whatever the size of the batches (0: that size).
         after: called with the model and the number of batches that other ranks had more, after this rank's last one: a
             strategy whose forwards are collectives takes part in them.
+        seed: called with the step and the number of a batch before its forward, for models that draw in evaluation too.
         answers: gets what the model says of every sample (task=evaluate), for data with classes; None: nobody asks.
     """
 
@@ -45,6 +46,7 @@ class Evaluator:
     unit: int = 0
     after: Callable[[nn.Module, int], None] = lambda model, behind: None
     answers: Answers | None = None
+    seed: Callable[[int, int], None] = lambda step, batch: None
 
     def batches(self) -> int:
         return -(-len(self.split) // self.batch_size)
@@ -55,7 +57,7 @@ class Evaluator:
             yield Request(0, torch.arange(i * self.batch_size, min((i + 1) * self.batch_size, n)))
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module) -> dict[str, float]:
+    def __call__(self, model: nn.Module, step: int = 0) -> dict[str, float]:
         """`eval/loss`, `eval/samples`, and for classes `eval/accuracy` and, of more than five, `eval/accuracy_top5` (0 .. 1).
 
         The model is the unwrapped one, so no rank waits for another before the one reduction at the end; its training
@@ -64,7 +66,7 @@ class Evaluator:
         modes = [(m, m.training) for m in model.modules()]
         model.eval()
         try:
-            slots = self._slots(model)
+            slots = self._slots(model, step)
         finally:
             for module, training in modes:
                 module.training = training
@@ -87,6 +89,7 @@ class Evaluator:
         try:
             request = Request(0, torch.arange(min(count, len(self.split))))
             inputs, targets = next(iter(self.source.batches(iter([request]))))
+            self.seed(0, 0)
             with self.precision.evaluation(self.device):
                 output = to_fp32(model(inputs))
             self.after(model, 0)
@@ -95,11 +98,12 @@ class Evaluator:
                 module.training = training
         return inputs.float().cpu(), output.softmax(1).cpu(), targets.cpu()
 
-    def _slots(self, model: nn.Module) -> Tensor:
+    def _slots(self, model: nn.Module, step: int) -> Tensor:
         """(batches, 4) in the widest type: loss summed over samples, samples, correct, correct within the first TOP."""
         slots = torch.zeros(self.batches(), 4, dtype=accelerator.widest(self.device), device=self.device)
         mine = range(self.ranks.rank, self.batches(), self.ranks.world_size)
         for i, (inputs, targets) in zip(mine, self.source.batches(self.requests()), strict=True):
+            self.seed(step, i)
             with self.precision.evaluation(self.device):
                 output = to_fp32(model(inputs))
             loss = self.criterion(output, targets)

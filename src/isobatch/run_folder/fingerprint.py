@@ -40,6 +40,11 @@ class Fingerprint:
                 hook.remove()
             self.hooks = []
 
+    def __getattr__(self, name: str) -> Any:  # what else a seeder does
+        if name == "seed":
+            raise AttributeError(name)
+        return getattr(self.seed, name)
+
     def _before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if getattr(getattr(module, "shards", None), "attending", False):
             self.key = ""  # a forward for other ranks' sake

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -29,33 +29,75 @@ def seed_everything(seed: int) -> None:
 
 
 class ShardSeeder:
-    """Seeds what dropout and stochastic depth draw from, before the forward of each shard.
+    """Seeds every draw of a training: a shard's from (seed, step, shard), those of its update from (seed, step), those of an
+    evaluation from (seed, step, batch). So none depends on a rank, nor on what was drawn before.
 
     The generators are seeded directly: torch.manual_seed formats a stack for its lazy CUDA call and is 100 times slower.
     A device's generator keeps its seed on the host, so nothing here waits for it.
     """
 
     def __init__(self, seed: int, devices: list[torch.device]):
+        import torch
+
         from isobatch.runtime.accelerator import generator
 
         self.seed = seed
         self.generators = [generator(device) for device in devices]
+        self.all = list({id(g): g for g in (*self.generators, torch.default_generator)}.values())
+        self.own: tuple[object, list[Any]] = (None, [])
 
     def __call__(self, step: int, shards: tuple[int, ...]) -> None:
-        """Shard i of the micro step runs on device i."""
+        """Before a forward: what dropout and stochastic depth draw from. Shard i of the micro step runs on device i."""
         for generator, shard in zip(self.generators, shards, strict=False):
             generator.manual_seed(seed_of("shard", self.seed, step, shard))
+        seed_host(seed_of("shard", self.seed, step, shards[0]))
+
+    def update(self, step: int, optimizer: object) -> None:
+        """Before an update: what is drawn outside of shards (an optimizer, code of the user's own), alike on all ranks."""
+        key = seed_of("update", self.seed, step)
+        self._seed(key)
+        if self.own[0] is not optimizer:
+            self.own = optimizer, [seeder for value in vars(optimizer).values() if (seeder := seeder_of(value))]
+        for seeder in self.own[1]:
+            seeder(key)
+
+    def evaluation(self, step: int, batch: int) -> None:
+        """Before a forward of an evaluation after `step` steps."""
+        self._seed(seed_of("evaluation", self.seed, step, batch))
+
+    def _seed(self, key: int) -> None:
+        for generator in self.all:
+            generator.manual_seed(key)
+        seed_host(key)
+
+
+def seed_host(key: int) -> None:
+    """Seed NumPy and Python."""
+    import numpy
+
+    numpy.random.seed(key % 2**32)
+    random.seed(key)
+
+
+def seeder_of(value: object) -> Any:
+    """What seeds a generator that somebody keeps for himself, as timm's kron does; None for anything else.
+
+    A checkpoint need not hold such a generator's state then.
+    """
+    import torch
+
+    if isinstance(value, random.Random):
+        return value.seed
+    return value.manual_seed if isinstance(value, torch.Generator) else None
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed torch, NumPy and Python for one draw from a dataset; `index` is the sampler's virtual index."""
-    import numpy
     import torch
 
     key = seed_of("sample", seed, epoch, index)
     torch.default_generator.manual_seed(key)
-    numpy.random.seed(key % 2**32)
-    random.seed(key)
+    seed_host(key)
 
 
 @contextmanager

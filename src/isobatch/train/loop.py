@@ -153,7 +153,7 @@ class Loop:
         """Evaluate the model (its EMA, where there is one); returns the metrics that are now at their best."""
         state = self.state
         model = state.model if state.ema is None else state.ema.module
-        result = self.evaluator(model)
+        result = self.evaluator(model, state.step)
         row: dict[str, Any] = {"step": state.step, "update": state.update, "samples": state.samples, **result}
         self.last_eval, state.evaluated = result, state.step
         improved = self.checkpointer.options.improved(state.best, result, state.step)

@@ -58,6 +58,7 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
     if want_norm or parts.max_grad_norm is not None or parts.skip_nonfinite:
         norm = state.clip_gradients(parts.max_grad_norm)
     withhold = parts.skip_nonfinite and not torch.isfinite(norm).item()  # type: ignore[arg-type]
+    parts.seed.update(data.window.step, optimizer)
     applied = scaler.step(optimizer, withhold)  # all ranks alike: they hold the same gradients
     if applied:
         parts.working.push_weights()
