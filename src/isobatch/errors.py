@@ -7,6 +7,11 @@ import signal
 LONGEST = 300  # characters of a value that are shown
 
 
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey; names and values may come from anybody's file."""
+    return "".join(c for c in text if c.isprintable())
+
+
 class ConfigError(ValueError):
     """Refused before anything was trained: one line that names the key, the value and a way out. Exit code 2."""
 
@@ -16,7 +21,7 @@ class ConfigError(ValueError):
         self.key, self.value, self.problem, self.way_out = key, value, problem, way_out
         shown = "null" if value is None else " ".join(str(value).split())
         shown = shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
-        super().__init__(f"{key}={shown}: {' '.join(problem.split())}; {' '.join(way_out.split())}")
+        super().__init__(printable(f"{key}={shown}: {' '.join(problem.split())}; {' '.join(way_out.split())}"))
 
     def __reduce__(self):  # the default would rebuild it from the message alone; ranks send it to each other
         return type(self), (self.key, self.value, self.problem, self.way_out)

@@ -14,7 +14,8 @@ from isobatch.config import conf_folder, load, resolved, to_yaml
 from isobatch.errors import ConfigError
 from isobatch.hydra_patches.refusals import Refusal
 from isobatch.resume import saved_settings
-from isobatch.resume.saved_settings import SIZE_LIMIT, check_folder, read
+from isobatch.resume.saved_settings import check_folder, read
+from isobatch.run_folder.reading import SIZE
 
 
 def composed(*words: str) -> dict[str, Any]:
@@ -123,7 +124,8 @@ def test_a_hostile_run_folder_adds_nothing(tmp_path: Path, key: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a: 1", "1", "[1, 2]", "model: 3", "model: {name: [1]}", "model: {}", "batch: []",
                                   "!!python/object/apply:os.mkdir [owned]", "[" * 5000, "\x00", "- 'a",
-                                  "a: " + "x" * (2 * SIZE_LIMIT), "{1: 2}", "model: {name: mlp, 3: 4}"])  # fmt: skip
+                                  "a: " + "x" * (2 * SIZE), "{1: 2}", "model: {name: mlp, 3: 4}", "model: {name: mlp, kwargs: {null: 1}}",
+                                  "a: &a [x]\nmodel: {name: mlp, kwargs: *a}"])  # fmt: skip
 def test_an_unreadable_config_is_one_line_or_nothing(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()

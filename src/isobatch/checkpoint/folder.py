@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobatch.run_folder.reading import Unreadable, open_file, read_json
+
 STATE, WEIGHTS, MANIFEST, TMP = "state.pt", "model.safetensors", "manifest.json", "tmp"
 FORMAT = 1
 NAME = re.compile(r"last|best|step-[0-9]{1,15}")
-MANIFEST_LIMIT = 1 << 20  # bytes; ours has a few hundred
 
 
 class Damaged(Exception):
@@ -166,18 +167,15 @@ def manifest_of(path: Path) -> dict[str, Any]:
     Raises:
         Damaged: none there, or not one of ours.
     """
-    file = path / MANIFEST
     try:
-        if not file.is_file():
-            raise Damaged(f"it has no {MANIFEST}")
-        if file.stat().st_size > MANIFEST_LIMIT:
-            raise Damaged(f"{MANIFEST} is too large")
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(path, MANIFEST)
         step, files = data["step"], data["files"]
         sizes = [files[name]["bytes"] for name in (STATE, WEIGHTS)]
         sums = [files[name]["sha256"] for name in (STATE, WEIGHTS)]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
+    except Unreadable as problem:
+        raise Damaged(f"{MANIFEST} {problem}") from None
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"{MANIFEST} is incomplete ({type(error).__name__})") from None
     if data.get("format") != FORMAT:
         raise Damaged(f"{MANIFEST} has format {str(data.get('format'))[:20]}, not {FORMAT}")
     if set(files) != {STATE, WEIGHTS}:
@@ -195,15 +193,15 @@ def verify(path: Path) -> Entry:
     """
     manifest = manifest_of(path)
     for name in (STATE, WEIGHTS):
-        file, expected = path / name, manifest["files"][name]
+        expected = manifest["files"][name]
         try:
-            if not file.is_file():  # a device or a pipe would be read for ever
-                raise Damaged(f"{name} is missing")
-            size = file.stat().st_size
-            if size != expected["bytes"]:
-                raise Damaged(f"{name} has {size} bytes, not {expected['bytes']}")
-            with file.open("rb") as opened:
+            with open_file(path, name) as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if size != expected["bytes"]:
+                    raise Damaged(f"{name} has {size} bytes, not {expected['bytes']}")
                 found = hashlib.file_digest(opened, "sha256").hexdigest()
+        except Unreadable as problem:
+            raise Damaged(f"{name} {problem}") from None
         except OSError as error:
             raise Damaged(f"{name} cannot be read ({error.strerror})") from None
         if found != expected["sha256"]:
@@ -216,10 +214,11 @@ def names(path: Path) -> list[str]:
     found = [p.name for p in path.iterdir() if NAME.fullmatch(p.name)] if path.is_dir() else []
 
     def order(name: str) -> tuple[int, int]:
+        if name.startswith("step-"):
+            return (1, -int(name[5:]))
         try:
-            step = manifest_of(path / name)["step"]
+            return (int(name != "last"), -manifest_of(path / name)["step"])
         except Damaged:
-            step = int(name[5:]) if name.startswith("step-") else 0
-        return (name != "last", -step)
+            return (int(name != "last"), 0)
 
     return sorted(found, key=order)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobatch.checkpoint import archive
 from isobatch.checkpoint.folder import MANIFEST, NAME, STATE, Damaged, names, verify
 from isobatch.errors import ConfigError
 
@@ -18,7 +18,9 @@ log = logging.getLogger("isobatch")
 SECTIONS = {"model": dict, "optimizer": dict, "scaler": dict, "reducer": dict, "counters": dict,
             "config": dict, "plan": dict, "identity": dict}  # fmt: skip
 COUNTERS = ("step", "update", "skipped_steps", "samples", "evaluated")
+OPTIONAL = {"ema"}
 MAX_DEPTH = 32
+MAX_DAMAGED = 20  # checkpoints that are tried; a folder of ours has checkpoint.keep of them, and two more names
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def read(run: Path, which: str = "last") -> Saved:
             return _open(path)
         except Damaged as problem:
             damaged.append(path)
+            if len(damaged) >= MAX_DAMAGED:
+                break
             if which == "last":
                 log.warning("checkpoint %s is damaged (%s); the one before it is used", path, problem)
             else:
@@ -99,20 +103,16 @@ def _open(path: Path) -> Saved:
 
 
 def safe_load(path: Path) -> Any:
-    """torch.load in safe mode, of a file that can take no more memory than it has bytes.
+    """torch.load in safe mode, of a file that takes hardly more memory than it has bytes (see archive.py).
 
     Raises:
         Damaged: it cannot be read that way.
     """
     import torch
 
+    archive.check(path)
     try:
-        with zipfile.ZipFile(path) as archive:  # torch writes stored entries; a compressed one may unpack to anything
-            if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
-                raise Damaged(f"{path.name} is a compressed archive")
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Damaged:
-        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise Damaged(f"torch's safe mode cannot read {path.name} ({reason})") from None
@@ -127,9 +127,11 @@ def check_form(state: Any) -> None:
             raise Damaged(f"it has no {section}")
     if not isinstance(state.get("ema"), dict | None):
         raise Damaged("its ema is no state")
-    _plain(state, "state", 0)
+    if unknown := state.keys() - SECTIONS.keys() - OPTIONAL:
+        raise Damaged(f"it has a section {str(min(unknown, key=str))[:40]}, which no training state has")
+    _plain(state, "state", 0, seen=set())
     for section in ("config", "plan", "identity", "counters"):
-        _plain(state[section], section, 0, tensors=False)
+        _plain(state[section], section, 0, set(), tensors=False)
     counters = state["counters"]
     for name in COUNTERS:
         if type(counters.get(name)) is not int or not 0 <= counters[name] < 2**53:
@@ -145,26 +147,35 @@ def check_form(state: Any) -> None:
         raise Damaged("its logger run id is none")
 
 
-def _plain(value: Any, where: str, depth: int, tensors: bool = True) -> None:
+def _plain(value: Any, where: str, depth: int, seen: set[int], tensors: bool = True) -> None:
+    """Each container and each tensor's data once: a list that stands in two places doubles with every level."""
     import torch
 
+    where = where[-60:]
     if depth > MAX_DEPTH:
-        raise Damaged(f"{where[:60]} is nested too deeply")
+        raise Damaged(f"{where} is nested too deeply")
+    if isinstance(value, dict | list | tuple) and value:
+        if id(value) in seen:
+            raise Damaged(f"{where} stands in two places")
+        seen.add(id(value))
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str | int):
-                raise Damaged(f"{where[:60]} has a key that is neither text nor a number")
-            _plain(inner, f"{where}.{key}", depth + 1, tensors)
+                raise Damaged(f"{where} has a key that is neither text nor a number")
+            _plain(inner, f"{where}.{key}", depth + 1, seen, tensors)
     elif isinstance(value, list | tuple):
         for inner in value:
-            _plain(inner, where, depth + 1, tensors)
+            _plain(inner, where, depth + 1, seen, tensors)
     elif isinstance(value, torch.Tensor) and tensors:
         dense = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
         # a tensor that claims more elements than it stores would fill the memory when it is copied
         if not dense or value.untyped_storage().nbytes() < value.numel() * value.element_size():
-            raise Damaged(f"{where[:60]} is no dense tensor")
+            raise Damaged(f"{where} is no dense tensor")
+        if value.numel() and value.untyped_storage().data_ptr() in seen:
+            raise Damaged(f"{where} has the data of another tensor")
+        seen.add(value.untyped_storage().data_ptr())
     elif not isinstance(value, str | int | float | bool | None):
-        raise Damaged(f"{where[:60]} is a {type(value).__name__}, which is not plain data")
+        raise Damaged(f"{where} is a {type(value).__name__}, which is not plain data")
 
 
 def is_checkpoint(path: Path) -> bool:

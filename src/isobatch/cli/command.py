@@ -35,6 +35,7 @@ from isobatch.sweeps import launchers
 
 log = logging.getLogger("isobatch")
 
+MOST_TOLD = 10  # lines about settings that are not taken over
 HYDRA_OPTIONS = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--info"}
 
 
@@ -164,9 +165,9 @@ def tell_saved(words: list[str]) -> None:
     typed = {match["key"]: match["value"] for word in words if (match := WORD.fullmatch(word))}
     saved_settings.check_folder(typed.get("resume"))
     saved = saved_settings.SavedSettings.named(typed.get("resume"))
-    for key, line in saved.told.items() if saved else ():
-        if key not in typed:
-            tell(f"isobatch: {line}")
+    lines = [line for key, line in saved.told.items() if key not in typed] if saved else []
+    for line in [*lines[:MOST_TOLD], *([f"{len(lines) - MOST_TOLD} more settings"] if len(lines) > MOST_TOLD else [])]:
+        tell(f"isobatch: {line}")
 
 
 def _terminated(signum: int, frame: FrameType | None) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isobatch.run_folder.reading import METRICS, Unreadable, lines, open_file
+
 # what a clock or a memory meter says differs between any two runs
 MEASURED = ("perf/", "memory/", "time/", "mfu")
 MEASURED_KEYS = {"time_s", "_timestamp", "_runtime"}
-MAX_LINE = 1 << 24  # a longer one is no row of ours
 
 Key = tuple[int, int]  # step, and 0 for a row of training, 1 for an evaluation
 
@@ -94,10 +95,12 @@ def distance(here: Any, there: Any) -> float:
 def _ordered(path: Path) -> Iterator[tuple[Key, dict[str, Any]]]:
     """The rows in rising order; what a killed writer left half-written, or wrote twice, is passed over."""
     latest: Key = (-1, 0)
-    if not path.is_file():
+    try:
+        file = open_file(path.parent, path.name, METRICS)
+    except Unreadable:
         return
-    with path.open("rb") as file:
-        while line := file.readline(MAX_LINE):
+    with file:
+        for line in lines(file):
             try:
                 row = json.loads(line)
                 key = (int(row["step"]), int(any(name.startswith("eval/") for name in row)))

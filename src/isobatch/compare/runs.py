@@ -95,9 +95,9 @@ def compare_runs(folders: list[Path]) -> list[Comparison]:
 def compare_two(first: tuple[str, Path], other: tuple[str, Path]) -> Comparison:
     """Each: (name, run folder)."""
     (here_name, here), (there_name, there) = first, other
-    configs = [read_mapping(folder / "config.yaml")[0] for folder in (here, there)]
-    plans = [read_mapping(folder / "plan.json")[0] for folder in (here, there)]
-    summaries = [read_mapping(folder / "summary.json")[0] for folder in (here, there)]
+    configs = [read_mapping(folder, "config.yaml")[0] for folder in (here, there)]
+    plans = [read_mapping(folder, "plan.json")[0] for folder in (here, there)]
+    summaries = [read_mapping(folder, "summary.json")[0] for folder in (here, there)]
     contract = {change.key for change in differences(*configs)}
     changed = [change for change in _changes(*map(flat, configs)) if not change.key.startswith("hydra.")]
     digests = [summary.get("weights_sha256") for summary in summaries]

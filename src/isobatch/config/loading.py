@@ -35,7 +35,6 @@ def load(plain: Mapping[str, Any]) -> Config:
             raise ConfigError("imports", name, f"cannot be imported ({error})",
                               f"set imports=[{name[:-3]}], the module's name" if name.endswith(".py") else
                               "install the package or put its folder on PYTHONPATH") from None  # fmt: skip
-    refuse_interpolations(plain, "")
     scalars = {key: value for key, value in plain.items() if key not in TABLES}
     batch = typed(BatchOptions, scalars.pop("batch", {}), "batch.")
     sweep = typed(SweepOptions, scalars.pop("sweep", {}), "sweep.")
@@ -73,6 +72,7 @@ def options(group: str, node: Any) -> Any:
 def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
     """`cls` built from `node` with OmegaConf's conversions; its complaints become one line with the full key."""
     known = {f.name for f in dataclasses.fields(cls)}
+    refuse_interpolations(node, prefix.rstrip("."))  # a model's options may come from a checkpoint
     if not isinstance(node, Mapping):
         raise ConfigError(prefix.rstrip("."), node, "is a group of settings", f"set {prefix}{min(known)} and others in it")
     for key in node:

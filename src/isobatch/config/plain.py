@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from isobatch.errors import ConfigError
+from isobatch.run_folder.reading import Unreadable, read_mapping
 
 # Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
 INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint", "model.checkpoint_path")
@@ -33,12 +33,11 @@ def to_yaml(plain: Mapping[str, Any]) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any] | None:
-    """A config.yaml as plain data (nothing in it is interpreted); None when there is none that can be read."""
+    """A run's config.yaml as plain data (nothing in it is interpreted); None when there is none that can be read."""
     try:
-        plain: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (OSError, OmegaConfBaseException, ValueError, YAMLError):
+        return read_mapping(path.parent, path.name)
+    except Unreadable:
         return None
-    return plain if isinstance(plain, dict) else None
 
 
 def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

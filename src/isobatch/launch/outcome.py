@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.errors import ConfigError, JobFailed, Stopped
+from isobatch.run_folder.reading import Unreadable, read_mapping
 
 log = logging.getLogger(__name__)
 
@@ -152,10 +153,9 @@ class Folder:
 
     def _read(self) -> dict[str, Any]:
         try:
-            data = json.loads(self.summary.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return read_mapping(self.path, self.summary.name)
+        except Unreadable:
             return {}
-        return data if isinstance(data, dict) else {}
 
     def _write(self, data: dict[str, Any]) -> None:
         part = self.summary.with_suffix(".json.part")

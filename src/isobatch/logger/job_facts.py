@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobatch.run_folder.reading import Unreadable, read_yaml
+
 # Where and how a run is recorded is no part of what is trained.
 SILENT = ("hydra", "logger", "resume", "imports", "log_every", "task")
 
@@ -34,30 +36,36 @@ class JobFacts:
 
 def read(run_dir: Path) -> JobFacts:
     """The facts of `run_dir`; empty ones where Hydra wrote nothing."""
-    overrides = [str(o) for o in _yaml(run_dir / ".hydra" / "overrides.yaml") or []]
-    hydra = (_yaml(run_dir / ".hydra" / "hydra.yaml") or {}).get("hydra", {})
+    listed = _yaml(run_dir, ".hydra/overrides.yaml")
+    overrides = [word for word in listed if isinstance(word, str)] if isinstance(listed, list) else []
+    hydra = _at(_yaml(run_dir, ".hydra/hydra.yaml"), "hydra") or {}
     telling = tuple(o for o in overrides if o.lstrip("+~").partition("=")[0].partition(".")[0] not in SILENT)
-    if hydra.get("mode") != "MULTIRUN":
+    depth = len(Path(str(_subdir(hydra))).parts)
+    if _at(hydra, "mode") != "MULTIRUN" or not 0 < depth <= len(run_dir.parents):
         return JobFacts(differing=telling)
-    sweep = run_dir.parents[len(Path(str(_subdir(hydra))).parts) - 1]
-    number = (hydra.get("job") or {}).get("num")
+    sweep = run_dir.parents[depth - 1]
+    number = _at(hydra, "job", "num")
     # the sweep's own record has `accumulation=1,3,6` where a job has `accumulation=3`, and one word where all agree
-    fixed = (((_yaml(sweep / "multirun.yaml") or {}).get("hydra") or {}).get("overrides") or {}).get("task") or []
-    differing = tuple(o for o in telling if o not in fixed)
+    fixed = _at(_yaml(sweep, "multirun.yaml"), "hydra", "overrides", "task")
+    differing = tuple(o for o in telling if not isinstance(fixed, list) or o not in fixed)
     return JobFacts(sweep, number if isinstance(number, int) else None, differing or telling)
 
 
 def _subdir(hydra: dict[str, Any]) -> str:
     """`hydra.sweep.subdir`, of which only the depth matters; Hydra records it unresolved."""
-    subdir = str((hydra.get("sweep") or {}).get("subdir") or "0")
+    subdir = str(_at(hydra, "sweep", "subdir") or "0")
     return subdir if "${" not in subdir else subdir.replace("${hydra.job.num}", "0").partition("${")[0] or "0"
 
 
-def _yaml(file: Path) -> Any:
-    import yaml
+def _at(node: Any, *keys: str) -> Any:
+    """What stands at `keys`, one below the other; None where it leads nowhere."""
+    for key in keys:
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the pure one takes 50 ms for hydra.yaml
+
+def _yaml(run: Path, name: str) -> Any:
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
-    except (OSError, yaml.YAMLError):
+        return read_yaml(run, name)
+    except Unreadable:
         return None

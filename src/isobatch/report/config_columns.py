@@ -9,6 +9,7 @@ from typing import Any
 from isobatch.report.read import Run, one_line
 
 _OWN_TO_EACH_RUN = {"run_dir", "output_dir", "sweep_dir", "run_id", "run_name"}  # differ always, say nothing
+MOST = 100  # columns; a config of ours has some 150 settings, anybody's may have thousands
 Cell = str | float | int | bool | None
 
 
@@ -55,4 +56,4 @@ def differing(runs: Sequence[Run]) -> tuple[list[str], list[dict[str, Cell]]]:
     overridden = {name.split("@")[0].replace("/", ".") for name in named}
     keys = [key for key in every if shown(key)]
     keys.sort(key=lambda key: key not in overridden and key.removesuffix(".name") not in overridden)
-    return keys, leaves
+    return keys[:MOST], leaves

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from isobatch.run_folder.reading import Unreadable, read_json
+
+SIZE, ENTRIES = 16 << 20, 1_000_000  # of a file with a digest per module and shard
 
 
 def where_to_look(first: Path, other: Path) -> str:
     """One sentence from the fingerprint.json of two run folders; empty when there is nothing to compare."""
     try:
-        here = json.loads((first / "fingerprint.json").read_text(encoding="utf-8"))
-        there = json.loads((other / "fingerprint.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        here, there = (read_json(run, "fingerprint.json", SIZE, ENTRIES) for run in (first, other))
+        shards = [key for key in here if key.startswith("0/") and key in there]
+        for key in shards:
+            for (name, mine), (other_name, theirs) in zip(here[key], there[key], strict=False):
+                if (name, mine) != (other_name, theirs):
+                    return _sentence(name, key.removeprefix("0/"))
+    except (Unreadable, AttributeError, TypeError, ValueError):  # damaged, or of another form
         return ""
-    shards = [key for key in here if key.startswith("0/") and key in there]
-    for key in shards:
-        for (name, mine), (other_name, theirs) in zip(here[key], there[key], strict=False):
-            if (name, mine) != (other_name, theirs):
-                return _sentence(name, key.removeprefix("0/"))
     if not shards:
         return ""
     return (

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from isobatch.report.scan import BEFORE, Scan, number, parse
+from isobatch.run_folder.reading import METRICS, SIZE, Unreadable, open_file
 
 MILESTONES = (20, 40, 60, 80, 100)  # the iterations whose seconds the leaderboard shows
 Row = Mapping[str, object]
@@ -88,19 +89,21 @@ def _best(rows: Sequence[Row], direction: Callable[[str], int]) -> dict[str, flo
 
 
 def read_metrics(path: Path, limit: int, direction: Callable[[str], int]) -> Metrics:
-    """Reads a metrics.jsonl in one pass; an empty `Metrics` if there is no such file.
+    """Reads a metrics.jsonl in one pass; an empty `Metrics` if there is none that can be read.
 
     limit: points kept per curve. direction: metric name -> +1 (up is better), -1 (down is better) or 0 (neither).
     """
-    if not path.is_file():
+    try:
+        file = open_file(path.parent, path.name, METRICS)
+    except Unreadable:
         return Metrics()
-    with path.open("rb") as file:
+    with file:
         scan = Scan(file)
         steps, losses = np.array(scan.steps, dtype=np.int64), np.array(scan.losses, dtype=np.float64)
 
         def row_at(offset: int) -> dict[str, object]:
             file.seek(offset)
-            return parse(file.readline())
+            return parse(file.readline(SIZE))
 
         train = [row_at(scan.offsets[i]) for i in thin(losses, limit)]
         curve = np.array([number(row.get("eval/accuracy", row.get("eval/loss"))) for row in scan.evals])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from isobatch.report.distance import Difference
 from isobatch.report.metrics import Metrics
 from isobatch.report.scan import number
+from isobatch.run_folder.reading import Missing, Unreadable, read_json, read_yaml
 
 DIED = "died without a summary (or is still running)"
 _NOT_RUNS = {"checkpoints", "wandb", "report"}  # inside these no run can be
@@ -109,10 +109,10 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 def read_run(job: str, folder: Path) -> Run:
     """One run as its small files tell it; the metrics come in `runs.py`."""
-    summary, problem = _mapping(folder / "summary.json")
-    config, _ = _mapping(folder / "config.yaml")
+    summary, problem = _mapping(folder, "summary.json")
+    config, _ = _mapping(folder, "config.yaml")
     if not config:
-        config, _ = _mapping(folder / ".hydra" / "config.yaml")
+        config, _ = _mapping(folder, ".hydra/config.yaml")
     error = summary.get("error")
     if problem:
         error = DIED if problem == "missing" else f"summary.json is not readable: {problem}"
@@ -124,8 +124,8 @@ def read_run(job: str, folder: Path) -> Run:
         error=one_line(error) if error else None,
         summary=summary,
         config=config,
-        overrides=[str(o) for o in _list(_load(folder / ".hydra" / "overrides.yaml")[0])],
-        plan=summary["plan"] if isinstance(summary.get("plan"), dict) else _mapping(folder / "plan.json")[0],
+        overrides=[str(o) for o in _list(_load(folder, ".hydra/overrides.yaml")[0])],
+        plan=summary["plan"] if isinstance(summary.get("plan"), dict) else _mapping(folder, "plan.json")[0],
         memory=[memory for rank in ranks for memory in _memory(rank)],
         pids=[int(rank["pid"]) for rank in ranks if isinstance(rank.get("pid"), int)],
     )
@@ -142,21 +142,16 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _mapping(path: Path) -> tuple[dict[str, Any], str | None]:
-    value, problem = _load(path)
+def _mapping(run: Path, name: str) -> tuple[dict[str, Any], str | None]:
+    value, problem = _load(run, name)
     return (value, problem) if isinstance(value, dict) else ({}, problem or "not a mapping")
 
 
-def _load(path: Path) -> tuple[Any, str | None]:
+def _load(run: Path, name: str) -> tuple[Any, str | None]:
     """(content, None) or (None, one-line problem); the problem of a file that is not there is "missing"."""
-    import yaml
-
-    # The C loader reads 500 configs in a second instead of ten; both are the safe loader.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        text = path.read_text(encoding="utf-8")
-        return (json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=loader)), None
-    except FileNotFoundError:
+        return (read_json if name.endswith(".json") else read_yaml)(run, name), None
+    except Missing:
         return None, "missing"
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        return None, one_line(error)
+    except Unreadable as problem:
+        return None, f"it {problem}"

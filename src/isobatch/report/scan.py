@@ -7,15 +7,21 @@ that hold anything unusual are read line by line.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import sys
 from array import array
 from typing import BinaryIO
 
 import numpy as np
 
+from isobatch.run_folder.reading import KEY, SIZE
+
 _LOSS, _STEP = re.compile(rb'"train/loss": ?([^,}]+)'), re.compile(rb'"step": ?(\d+)')
 _EVAL, _TRAIN, _BLOCK = b'"eval/', b'"train/loss":', 1 << 17
+MOST = 64  # numbers of a row
+EVALS = 200_000  # numbers of all evaluations, and one more for every 16 bytes of the file
 BEFORE = "_train_row"  # key of an evaluation: where the train row before it lies, for samples and seconds
 
 
@@ -30,12 +36,15 @@ def number(value: object) -> float:
 
 
 def parse(line: bytes) -> dict[str, object]:
-    """The row on this line; {} for a line that a killed writer left half-written."""
+    """The numbers of the row on this line; {} for a line that a killed writer left half-written."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return row if isinstance(row, dict) else {}
+    if not isinstance(row, dict):
+        return {}
+    numbers = ((sys.intern(key), value) for key, value in row.items() if isinstance(value, int | float) and len(key) <= KEY)
+    return dict(itertools.islice(numbers, MOST))
 
 
 class Scan:
@@ -47,13 +56,21 @@ class Scan:
     def __init__(self, file: BinaryIO) -> None:
         self.steps, self.losses, self.offsets = array("q"), array("d"), array("q")
         self.evals: list[dict[str, object]] = []
-        at, rest = 0, b""
+        self.room = EVALS
+        at, rest, whole = 0, b"", True
         while block := file.read(_BLOCK):
+            self.room += len(block) // 16
+            if not whole:  # within a line that is longer than any row
+                cut = block.find(b"\n") + 1 or len(block)
+                whole = block[:cut].endswith(b"\n")
+                at, block = at + cut, block[cut:]
             block = rest + block
             cut = block.rfind(b"\n") + 1
             block, rest = block[:cut], block[cut:]
             self._add(block, at)
             at += cut
+            if len(rest) > SIZE:
+                at, rest, whole = at + len(rest), b"", False
         if rest:
             self._add_lines(rest, at)
 
@@ -108,7 +125,8 @@ class Scan:
         return self.offsets[-1] if self.offsets else None
 
     def _add_eval(self, line: bytes, train_row: int | None) -> None:
-        if row := parse(line):
+        if (row := parse(line)) and self.room > 0:
+            self.room -= len(row)
             row[BEFORE] = train_row
             self.evals.append(row)
 

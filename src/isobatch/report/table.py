@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isobatch.report.config_columns import Cell, differing
+from isobatch.report.config_columns import MOST, Cell, differing
 from isobatch.report.metrics import MILESTONES
 from isobatch.report.read import Run, direction, one_line
 from isobatch.report.scan import number
@@ -61,7 +61,7 @@ def tabulate(runs: Sequence[Run]) -> Comparison:
     """Builds the leaderboard of these runs: completed ones by their best primary metric, then the others."""
     keys, leaves = differing(runs)
     metrics = [_metrics(run) for run in runs]
-    names = sorted({name for pair in metrics for which in pair for name in which}, key=_metric_order)
+    names = sorted({name for pair in metrics for which in pair for name in which}, key=_metric_order)[:MOST]
     columns = [Column(JOB, CONFIG, rank=1)]
     columns += [Column(key, CONFIG, rank=2 + i) for i, key in enumerate(keys)]
     columns += [Column("state", RESULT, rank=1)]

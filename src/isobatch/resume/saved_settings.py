@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.config import TABLES, BatchOptions, CostOptions, Settings
-from isobatch.errors import ConfigError
+from isobatch.errors import LONGEST, ConfigError, printable
 from isobatch.resume.contract import EARLIER
+from isobatch.run_folder.reading import Missing, Unreadable, read_mapping, resolvable
 
 # `imports` names code; the others belong to one start of the program, not to the run
 NEVER = {"imports", "task", "resume", "allow_contract_change", "sweep"}
 KNOWN = set(Settings.__dataclass_fields__) - NEVER
 NESTED = {"batch": BatchOptions, "cost": CostOptions}
 PLAN_GROUPS = {"parallel", "accumulation"}  # what a hardware plan chooses, so that plan=... typed anew replaces them
-SIZE_LIMIT = 1 << 20  # bytes of a saved file
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,16 @@ def run_folder(path: Path) -> Path:
 
 def read(run: Path) -> SavedSettings:
     """The usable settings of RUN/config.yaml, and a line for each other one that a person may want to type."""
-    config = _yaml(run, run / "config.yaml")
-    if not isinstance(config, Mapping):
-        raise ConfigError("resume", run, "its config.yaml holds no settings", "use another run folder")
+    try:
+        config = read_mapping(run, "config.yaml")
+    except Missing:
+        config = {}
+    except Unreadable as problem:
+        raise ConfigError("resume", run, f"its config.yaml {problem}", "use another run folder") from None
     saved = SavedSettings()
     if config.get("imports"):
-        saved.told["imports"] = f"{run} was started with imports={config['imports']}: type it again if you trust it"
+        shown = printable(str(config["imports"]))[:LONGEST]
+        saved.told["imports"] = f"{run} was started with imports={shown}: type it again if you trust it"
     for group, table in TABLES.items():
         node = config.get(group)
         name = node.get("name") if isinstance(node, Mapping) else None
@@ -111,27 +115,6 @@ def defaults_of(cls: type) -> dict[str, Any]:
 
 def _drop_references(settings: dict[str, Any], prefix: str, run: Path, told: dict[str, str]) -> None:
     """Take out every setting that holds an interpolation, which would read the environment of whoever resumes."""
-    for key in [key for key, value in settings.items() if _refers(key) or _refers(value)]:
+    for key in [key for key, value in settings.items() if resolvable([key, value])]:
         del settings[key]
-        told[prefix + key] = f"{prefix}{key} of {run} refers to something else: type it again if it is meant"
-
-
-def _refers(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_refers(key) or _refers(inner) for key, inner in value.items())
-    return any(map(_refers, value)) if isinstance(value, list) else isinstance(value, str) and ("${" in value or value == "???")
-
-
-def _yaml(run: Path, path: Path) -> Any:
-    import yaml
-
-    try:
-        if not path.is_file():
-            return {}
-        if path.stat().st_size > SIZE_LIMIT:
-            raise ValueError("too large")
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml refuses deep nesting at once
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=loader) or {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        problem = f"its {path.name} cannot be read ({type(error).__name__})"
-        raise ConfigError("resume", run, problem, "use another run folder") from None
+        told[prefix + key] = f"{prefix}{printable(key)} of {run} refers to something else: type it again if it is meant"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from isobatch.checkpoint.reading import Saved
 from isobatch.errors import ConfigError
 from isobatch.resume import contract, signature
 from isobatch.resume.contract import Difference
+from isobatch.run_folder.reading import Unreadable, read_mapping
 from isobatch.scheduler import Schedule
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ class Resume:
         if before is None or not self.task.trains or before.get("task") != self.task.name or options.resume != "auto":
             return None
         try:
-            plan = json.loads((self.run_dir / "plan.json").read_text(encoding="utf-8"))
+            plan = read_mapping(self.run_dir, "plan.json")
             same = before.get("batch") == self.config.plain["batch"] and not contract.differences(before, self.config.plain)
-        except (OSError, ValueError):
+        except Unreadable:
             return None
-        return Saved(self.run_dir, 0, {"plan": plan, "config": before}) if same and isinstance(plan, dict) else None
+        return Saved(self.run_dir, 0, {"plan": plan, "config": before}) if same else None
 
     @property
     def uses_weights(self) -> bool:
@@ -228,9 +228,9 @@ class Resume:
     def earlier_result(self) -> dict[str, float]:
         """`final` of the run's summary: what a finished run that is resumed still has to say."""
         try:
-            final = json.loads((self.saved.run / "summary.json").read_text(encoding="utf-8"))["final"]  # type: ignore
+            final = read_mapping(self.saved.run, "summary.json")["final"]  # type: ignore[union-attr]
             return {str(k): float(v) for k, v in final.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (Unreadable, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return {}
 
     def _refuse(self, changed: list[Difference]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.errors import JobFailed
+from isobatch.run_folder import reading
 
 log = logging.getLogger("isobatch")
 
@@ -18,8 +19,16 @@ log = logging.getLogger("isobatch")
 def write_json(path: Path, data: Any) -> None:
     """Replace `path` in one move, so that a reader never sees half a file. A folder that somebody deleted is made anew."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(finite(data), indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` in one move, whatever it was (a pipe would be waited for)."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
+    if not part.is_file():
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 
@@ -45,7 +54,7 @@ class RunFiles:
     def config(self, text: str) -> None:
         if self.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)  # deleted since the start
-            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
+            write_text(self.folder / "config.yaml", text)
 
     def plan(self, plan: dict[str, Any]) -> None:
         if self.is_main:
@@ -54,13 +63,19 @@ class RunFiles:
     def resume_metrics(self, step: int) -> None:
         """Drop rows after `step`: a resumed run writes them again."""
         path = self.folder / "metrics.jsonl"
-        if not self.is_main or not path.exists():
+        if not self.is_main:
             return
-        rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [row for row in rows if row.endswith("\n") and _step_of(row) <= step]
         part = path.with_name(path.name + ".part")
-        part.write_text("".join(kept), encoding="utf-8")
-        os.replace(part, path)
+        try:
+            with reading.open_file(self.folder, path.name, reading.METRICS) as before, part.open("wb") as after:
+                after.writelines(row for row in reading.lines(before) if row.endswith(b"\n") and _step_of(row) <= step)
+            os.replace(part, path)
+        except reading.Missing:
+            return
+        except (reading.Unreadable, OSError) as problem:
+            log.warning("metrics.jsonl begins anew: the earlier one %s", getattr(problem, "strerror", None) or problem)
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def row(self, row: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl; flushed, so that a killed run keeps what it logged.
@@ -95,8 +110,8 @@ class RunFiles:
     def completed(self) -> bool:
         """Whether the folder holds the summary of a run that came to its end."""
         try:
-            return bool(json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))["state"] == "completed")
-        except (OSError, ValueError, KeyError, TypeError):
+            return bool(reading.read_mapping(self.folder, "summary.json").get("state") == "completed")
+        except reading.Unreadable:
             return False
 
     def close(self) -> None:
@@ -106,8 +121,8 @@ class RunFiles:
             self._metrics = None
 
 
-def _step_of(row: str) -> int:
+def _step_of(row: bytes) -> int:
     try:
         return int(json.loads(row)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 2**62  # a damaged line is dropped

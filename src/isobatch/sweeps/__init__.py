@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from isobatch.config import flat, read_yaml
 from isobatch.errors import ConfigError
+from isobatch.run_folder.files import write_json
+from isobatch.run_folder.reading import Unreadable, read_mapping
 
 IGNORED = ("sweep.",)  # what may differ between two launches of one sweep
 
@@ -22,8 +23,8 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
         ConfigError: the folder holds a job of another config; its first differing key is named.
     """
     try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        summary = read_mapping(run_dir, "summary.json")
+    except Unreadable:
         summary = {}
     before = read_yaml(run_dir / "config.yaml")
     if before is None:
@@ -35,8 +36,9 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
         raise ConfigError(key, now.get(key), f"{run_dir} holds a job with {key}={then.get(key)}",
                           "use another hydra.sweep.dir, or remove that folder")  # fmt: skip
     if summary.get("state") == "completed":
-        final = summary.get("final") or {}
-        return "skip", final.get("eval/accuracy", final.get("eval/loss"))
+        final = summary.get("final")
+        value = final.get("eval/accuracy", final.get("eval/loss")) if isinstance(final, dict) else None
+        return "skip", float(value) if isinstance(value, int | float) else None
     return ("go on" if (run_dir / "checkpoints").is_dir() else "again"), None
 
 
@@ -59,9 +61,11 @@ def skipped(plain: Mapping[str, Any], refusal: ConfigError, run_dir: Path) -> bo
     asked = (plain.get("sweep") or {}).get("skip_unavailable")
     if not asked or refusal.key.partition(".")[0] not in MACHINE:
         return False
-    path = run_dir / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"error": str(refusal)}
-    path.write_text(json.dumps({**summary, "state": "skipped"}, indent=2) + "\n", encoding="utf-8")
+    try:
+        summary = read_mapping(run_dir, "summary.json")
+    except Unreadable:
+        summary = {"error": str(refusal)}
+    write_json(run_dir / "summary.json", {**summary, "state": "skipped"})
     return True
 
 

@@ -18,6 +18,7 @@ from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import make_console
 from isobatch.errors import ConfigError
+from isobatch.run_folder.reading import Unreadable, read_mapping
 from isobatch.runtime.distributed import ranks_from_environment
 from isobatch.sweeps.slots import deal, gpu_names
 
@@ -155,8 +156,8 @@ def measured(folder: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     for path in sorted(folder.glob("*/summary.json")):
         try:
-            rate = json.loads(path.read_text(encoding="utf-8"))["perf"]["samples_per_s"]
-        except (OSError, ValueError, KeyError, TypeError):
+            rate = read_mapping(path.parent, path.name)["perf"]["samples_per_s"]
+        except (Unreadable, KeyError, TypeError):
             continue
         config = configuration.read_yaml(path.with_name("config.yaml")) if isinstance(rate, (int, float)) and rate > 0 else None
         if config is not None:
