@@ -124,7 +124,8 @@ def test_a_hostile_run_folder_adds_nothing(tmp_path: Path, key: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a: 1", "1", "[1, 2]", "model: 3", "model: {name: [1]}", "model: {}", "batch: []",
                                   "!!python/object/apply:os.mkdir [owned]", "[" * 5000, "\x00", "- 'a",
-                                  "a: " + "x" * (2 * SIZE), "{1: 2}", "model: {name: mlp, 3: 4}", "model: {name: mlp, kwargs: {null: 1}}",
+                                  "a: " + "x" * (2 * SIZE), "{1: 2}", "model: {name: mlp, 3: 4}",
+                                  "model: {name: mlp, kwargs: {null: 1}}",
                                   "a: &a [x]\nmodel: {name: mlp, kwargs: *a}"])  # fmt: skip
 def test_an_unreadable_config_is_one_line_or_nothing(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -100,6 +100,8 @@ def apply(folder: Path, kind: str, name: str, place: int, value: Any) -> None:
 
 
 def reseal_if_there(path: Path) -> None:
+    if not all((path / name).is_file() for name in ("state.pt", "model.safetensors", "manifest.json")):
+        return
     try:
         reseal(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -179,7 +181,7 @@ COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scope
           "database": None}  # fmt: skip
 
 
-@settings(max_examples=250, derandomize=True, **COMMON)
+@settings(max_examples=200, derandomize=True, **COMMON)
 @given(mutations)
 def test_a_mutated_run_folder_is_read_or_named(real: Path, tmp_path: Path, changes: list[tuple[str, str, int, Any]]) -> None:
     read_mutated(real, tmp_path, changes)

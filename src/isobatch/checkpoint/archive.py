@@ -83,6 +83,7 @@ def opcodes(data: bytes, limit: int) -> None:
     marks: list[int] = []
     memo: dict[int, Any] = {}
     made = 0
+    argument: Any
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
         made += OBJECT + (len(argument) if isinstance(argument, str) else 0)
