@@ -13,8 +13,9 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from functools import cache
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 SIZE = 1 << 20  # bytes of config.yaml, overrides.yaml, plan.json, summary.json, a line of metrics.jsonl, ...
 ENTRIES = {"json": 100_000, "yaml": 20_000}  # keys and values of a file; each takes up to 600 bytes of memory
@@ -107,7 +108,7 @@ def read_text(run: Path, name: str, size: int = SIZE) -> str:
         raise Unreadable("is no UTF-8 text") from None
 
 
-def open_file(run: Path, name: str, size: int | None = None) -> BinaryIO:
+def open_file(run: Path, name: str, size: int | None = None) -> BufferedReader:
     """RUN/`name`, opened for reading bytes. Never waits, as opening a pipe would.
 
     Raises:
@@ -122,7 +123,7 @@ def open_file(run: Path, name: str, size: int | None = None) -> BinaryIO:
         raise Missing("is missing") from None
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a zero in the name; RuntimeError: a ring of links
         raise Unreadable(f"cannot be read ({getattr(error, 'strerror', None) or type(error).__name__})") from None
-    file = os.fdopen(number, "rb")
+    file: BufferedReader = BufferedReader(FileIO(number, "rb"))
     found = os.fstat(number)  # of what was opened: it may have changed
     if not stat.S_ISREG(found.st_mode) or (size is not None and found.st_size > size):
         file.close()
@@ -130,7 +131,7 @@ def open_file(run: Path, name: str, size: int | None = None) -> BinaryIO:
     return file
 
 
-def lines(file: BinaryIO, longest: int = SIZE) -> Iterator[bytes]:
+def lines(file: BufferedReader, longest: int = SIZE) -> Iterator[bytes]:
     """The lines of `file`, ends included; of one that is longer than `longest` bytes nothing."""
     whole = True
     while line := file.readline(longest):
