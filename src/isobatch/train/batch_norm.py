@@ -7,6 +7,7 @@ step on the whole window would do with the mean of the shards' statistics, on an
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from isobatch.batch_plan import BatchPlan
     from isobatch.data.feed import MicroBatch
     from isobatch.runtime.distributed import Ranks
+
+log = logging.getLogger(__name__)
 
 
 def tracking_layers(model: nn.Module) -> list[_NormBase]:
@@ -91,6 +94,10 @@ class ShardStatistics:
                     offset += old.numel()
             self.base = self.flat.clone()
         self.base_counts: list[Tensor] = []
+        # momentum=None averages over all batches, so what a shard makes of the base depends on the count too
+        self.cumulative = any(layer.momentum is None for layer in layers)
+        covered = {id(b) for layer in layers for b in layer.buffers()}
+        self.model, self.others = model, {n: (b, b._version) for n, b in model.named_buffers() if id(b) not in covered}
 
     def begin(self) -> None:
         if self.flat is not None:
@@ -101,6 +108,8 @@ class ShardStatistics:
         """Before a shard's forward: start from the window's base."""
         if self.flat is not None:
             self.flat.copy_(self.base)
+            if self.cumulative:
+                torch._foreach_copy_(self.counts, self.base_counts)
 
     def leave(self, micro: MicroBatch, reducer: Any) -> None:
         """After a shard's forward: hand what it made of the base to the reducer, which knows how to add exactly."""
@@ -115,7 +124,18 @@ class ShardStatistics:
 
     def commit(self, reducer: Any) -> None:
         """Mean over the window's non-empty shards, on all ranks; one more tracked batch."""
+        if self.others:
+            self._name_others()
         if self.flat is not None:
             self.flat.copy_(reducer.mean_buffers(self.flat))
             torch._foreach_copy_(self.counts, self.base_counts)
             torch._foreach_add_(self.counts, 1)
+
+    def _name_others(self) -> None:
+        """After the first window: name what its forwards changed and no rule covers (spectral norm, a norm of one's own)."""
+        now, self.others, before = dict(self.model.named_buffers()), {}, self.others
+        found = [name for name, (b, version) in before.items() if now.get(name) is not b or b._version != version]
+        if found:
+            log.warning("the forward changes buffers that the contract has no rule for (%s%s): each rank keeps what its last "
+                        "shard leaves, so they may differ from plan to plan, reduction=exact or not", ", ".join(found[:3]),
+                        ", ..." if len(found) > 3 else "")  # fmt: skip
