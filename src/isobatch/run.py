@@ -131,8 +131,10 @@ class Run:
         shards_matter = config.model.batch_norm == "shard" and batch_norm.learns(model)
         resumed = self.resume.check(facts, identity, config.reduction.exact, shards_matter, plan.windows_per_epoch)
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
-        notes = [*resumed, *chosen.words, *plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
-        self.console.plan({**plan_notes.view(config, plan, total, self.world, device), **ahead.view}, notes)
+        notes = [*splits.info.notes, *resumed, *chosen.words]
+        notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
+        view = {"data": plan_notes.data(splits), **plan_notes.view(config, plan, total, self.world, device), **ahead.view}
+        self.console.plan(view, notes)
         if ahead.table:
             self.console.table(cost.HEAD, ahead.table)
         if self.task.built == "plan":

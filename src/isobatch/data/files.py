@@ -72,7 +72,7 @@ class ImageFileOptions(ImageOptions):
         return path
 
     def splits(self, train: tuple[list[str], list[int]], evaluation: tuple[list[str], list[int]], classes: Sequence[str],
-               augment: Any) -> Splits:  # fmt: skip
-        """Splits over files, named relative to `root`."""
+               augment: Any, notes: Sequence[str] = ()) -> Splits:  # fmt: skip
+        """Splits over files, named relative to `root`. `notes`: what a person should hear of them."""
         root = self.checked_root()
-        return self.made(ImageFiles(root, *train, self, augment), ImageFiles(root, *evaluation, self, None), classes)
+        return self.made(ImageFiles(root, *train, self, augment), ImageFiles(root, *evaluation, self, None), classes, notes)

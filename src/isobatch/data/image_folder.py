@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,10 @@ class ImageFolder(ImageFileOptions):
             if not any(first_image(folder / name) for name in classes):
                 raise ConfigError("data.root", self.root, f"{folder} holds no image",
                                   f"put {', '.join(EXTENSIONS)} files into the class folders below it")  # fmt: skip
+        filled = list(islice((name for name in classes if first_image(train / name)), 2))
+        if len(filled) < 2:
+            raise ConfigError("data.root", self.root, f"{train} has images of one class alone ({filled[0]}), and nothing "
+                              "can be told apart", f"put {', '.join(EXTENSIONS)} files into a second class folder")  # fmt: skip
 
     def _folders(self) -> tuple[Path, Path]:
         root = self.checked_root()
@@ -70,27 +76,95 @@ class ImageFolder(ImageFileOptions):
         train, evaluation = self._folders()
         classes = self._classes("data.train_dir", train)
         root = self.checked_root()
-        return self.splits(listed(root, train, classes), listed(root, evaluation, classes), classes, augment)
+        both = [listed(root, folder, classes) for folder in (train, evaluation)]
+        told = [line for found, folder in zip(both, (train, evaluation), strict=True) for line in found.told(folder, classes)]
+        ours, theirs = ((found.names, found.labels) for found in both)
+        return self.splits(ours, theirs, classes, augment, told)
 
 
-def images_below(folder: Path) -> Iterator[str]:
-    """Paths of the image files below `folder`, in no particular order."""
-    for where, _, files in os.walk(folder, followlinks=True):
-        for name in files:
-            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
-                yield os.path.join(where, name)
+@dataclass
+class Found:
+    """What stands below the class folders of one split.
+
+    Args:
+        names, labels: of the images, relative to the root.
+        skipped: how many files of which extension no image is read from.
+        odd: folders that are not what they seem, in words.
+    """
+
+    names: list[str] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    odd: list[str] = field(default_factory=list)
+
+    def told(self, folder: Path, classes: list[str]) -> list[str]:
+        """Lines for a person: what was left out, and which classes are empty."""
+        lines = list(self.odd)
+        if self.skipped:
+            most = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))[:4]
+            kinds = ", ".join(f"{count} {kind or 'without an extension'}" for kind, count in most)
+            lines.append(f"{folder}: {self.skipped.total()} file(s) are no {', '.join(EXTENSIONS)} and were skipped ({kinds}"
+                         f"{', ...' if len(self.skipped) > 4 else ''})")  # fmt: skip
+        there = set(self.labels)
+        empty = [name for i, name in enumerate(classes) if i not in there]
+        if empty:
+            lines.append(f"{folder}: {len(empty)} of {len(classes)} classes have no image ({', '.join(empty[:4])}"
+                         f"{', ...' if len(empty) > 4 else ''})")  # fmt: skip
+        return lines
+
+
+def walked(folder: Path, seen: set[tuple[int, int]], found: Found) -> Iterator[str]:
+    """Paths of the image files below `folder`, in no particular order.
+
+    Args:
+        seen: (device, inode) of folders that are not gone into again, so that a link is followed once and none in a circle.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                status = entry.stat()
+                if (status.st_dev, status.st_ino) in seen:
+                    found.odd.append(f"{entry.path} leads to a folder that is read already, and is not followed")
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                yield from walked(Path(entry.path), seen, found)
+            elif entry.name.lower().endswith(EXTENSIONS):
+                yield entry.path
+            else:
+                found.skipped[os.path.splitext(entry.name)[1].lower()] += 1
+
+
+def identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def first_image(folder: Path) -> str | None:
-    return next(images_below(folder), None)
+    return next(walked(folder, {identity(folder.parent), identity(folder)}, Found()), None)
 
 
-def listed(root: Path, folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
-    """(names relative to `root`, class numbers), sorted: the same on every file system."""
-    names: list[str] = []
-    labels: list[int] = []
+def listed(root: Path, folder: Path, classes: list[str]) -> Found:
+    """The images of all classes, sorted: the same on every file system.
+
+    Raises:
+        ConfigError: two classes are one folder.
+    """
+    found = Found()
+    own: dict[tuple[int, int], str] = {}
+    for name in classes:
+        other = own.setdefault(identity(folder / name), name)
+        if other != name:
+            raise ConfigError("data.root", root, f"the classes {other} and {name} of {folder} are one and the same folder",
+                              "remove one of the two links")  # fmt: skip
     for number, name in enumerate(classes):
-        found = sorted(os.path.relpath(path, root) for path in images_below(folder / name))
-        names += found
-        labels += [number] * len(found)
-    return names, labels
+        # each class is a root of its own: a link from one class into another would give its images two labels
+        seen = {identity(folder), *own}
+        paths = sorted(os.path.relpath(path, root) for path in walked(folder / name, seen, found))
+        within = {part for path in paths for part in Path(path).relative_to(os.path.relpath(folder / name, root)).parts[:-1]}
+        if inner := sorted(within & set(classes) - {name}):
+            found.odd.append(f"{folder / name} holds a folder {inner[0]}, which is a class too: its images count as {name}")
+        found.names += paths
+        found.labels += [number] * len(paths)
+    return found

@@ -120,14 +120,24 @@ class ImageOptions(Reading):
             std = [sum(std) / len(std)]
         return tuple(mean), tuple(std)
 
-    def made(self, train: LabelledImages, evaluation: LabelledImages, classes: Sequence[str]) -> Splits:
-        """Both splits, with what a model needs to know."""
+    def made(self, train: LabelledImages, evaluation: LabelledImages, classes: Sequence[str],
+             notes: Sequence[str] = ()) -> Splits:  # fmt: skip
+        """Both splits, with what a model needs to know.
+
+        Raises:
+            ConfigError: one class alone, of which nothing can be learned.
+        """
         import torch
+
+        if len(classes) < 2:
+            key = next(f"data.{name}" for name in ("root", "path") if hasattr(self, name))
+            raise ConfigError(key, getattr(self, key[5:]), f"has the one class {', '.join(classes) or '(none)'} alone, and "
+                              "nothing can be told apart", "add samples of a second class")  # fmt: skip
 
         mean, std = self.normalization()
         shape = (self.in_chans, self.image_size, self.image_size)
         info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes),
-                        self.eval_size, self.crop_pct, self.interpolation)  # fmt: skip
+                        self.eval_size, self.crop_pct, self.interpolation, tuple(notes))  # fmt: skip
 
         evaluation.size = self.eval_size or self.image_size
 

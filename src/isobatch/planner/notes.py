@@ -7,6 +7,7 @@ from torch import nn
 
 from isobatch.batch_plan import BatchPlan
 from isobatch.config import Config
+from isobatch.data import Splits
 from isobatch.model import freezing
 from isobatch.runtime.distributed import Ranks
 from isobatch.train.batch_norm import tracking_layers
@@ -56,3 +57,10 @@ def view(config: Config, plan: BatchPlan, total: int, ranks: Ranks, device: torc
         "epoch": f"{plan.epoch_size} samples in {plan.windows_per_epoch} updates{tail}",
         "length": f"{total} updates" + (f" in {config.epochs} epochs" if config.epochs else ""),
     }
+
+
+def data(splits: Splits) -> str:
+    """How much there is of what."""
+    classes = splits.info.num_classes
+    return (f"{splits.info.name}: {len(splits.train)} training and {len(splits.eval)} evaluation samples"
+            + (f" of {classes} class{'es' if classes > 1 else ''}" if classes else ""))  # fmt: skip
