@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobatch.errors import ConfigError
+from isobatch.marks import Marks
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,4 @@ class Accumulation:
 
 
 TABLE = {"accumulation": Accumulation}
+MARKS = Marks(resume="free", speed=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import within
 from isobatch.errors import ConfigError
+from isobatch.marks import Marks, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +35,7 @@ class Ema:
     name: str = "ema"
     decay: float = 0.999
     warmup: bool = False
-    device: str | None = None
+    device: str | None = option(None, resume="identity")
 
     def __post_init__(self) -> None:
         within("ema.decay", self.decay, 0, 1)
@@ -54,3 +55,4 @@ class Ema:
 
 
 TABLE: dict[str, Any] = {"none": NoEma, "ema": Ema}
+MARKS = Marks()

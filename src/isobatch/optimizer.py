@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive, within
 from isobatch.errors import ConfigError
+from isobatch.marks import Marks, option
 from isobatch.runtime.dtensor import is_sharded
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Timm:
     decay_norms_and_biases: bool = False
     layer_decay: float | None = None
     reference_batch: int | None = None
-    fused: bool | None = None
+    fused: bool | None = option(None, resume="identity")
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -159,3 +160,4 @@ def prepare_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 TABLE: dict[str, Any] = {"timm": Timm}
+MARKS = Marks()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import choice, positive
 from isobatch.errors import ConfigError
+from isobatch.marks import Marks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,3 +167,4 @@ TABLE: dict[str, Any] = {
     "repeated": Repeated,
     "blocks": Blocks,
 }
+MARKS = Marks()

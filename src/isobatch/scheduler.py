@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobatch.checks import positive, within
+from isobatch.marks import Marks
 
 
 @dataclass(frozen=True)
@@ -124,3 +125,4 @@ def _between(a: float, b: float, part: float) -> float:
 
 
 TABLE: dict[str, Any] = {"constant": Constant, "cosine": Cosine, "onecycle": OneCycle, "step": Step}
+MARKS = Marks()

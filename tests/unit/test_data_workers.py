@@ -154,7 +154,7 @@ def test_uint8_images_are_normalised_on_the_device() -> None:
 
 
 def test_workers_follow_from_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr("isobatch.runtime.cores.usable", lambda: 16)
     assert choose_workers(3, True, True, 1) == 3 and choose_workers(0, False, True, 1) == 0
     assert choose_workers(None, True, True, 1) == 0
     assert choose_workers(None, False, True, 4) == 3 and choose_workers(None, False, False, 1) == 8

@@ -3,6 +3,7 @@
 from typing import Any
 
 from isobatch.augment.options import AugMix, AutoAugment, NoAugment, RandAugment, Simple
+from isobatch.marks import Marks
 
 TABLE: dict[str, Any] = {
     "none": NoAugment,
@@ -11,3 +12,4 @@ TABLE: dict[str, Any] = {
     "autoaugment": AutoAugment,
     "augmix": AugMix,
 }
+MARKS = Marks(speed=True)

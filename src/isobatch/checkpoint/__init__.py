@@ -16,11 +16,12 @@ from isobatch.checkpoint.reading import Saved, load, read
 from isobatch.checkpoint.saving import Checkpointer
 from isobatch.checks import choice, positive
 from isobatch.errors import ConfigError
+from isobatch.marks import Marks
 
 if TYPE_CHECKING:
     from isobatch.runtime.distributed import Ranks
 
-__all__ = ["TABLE", "Checkpoint", "Checkpointer", "NoCheckpoint", "Saved", "load", "read"]
+__all__ = ["MARKS", "TABLE", "Checkpoint", "Checkpointer", "NoCheckpoint", "Saved", "load", "read"]
 
 # What is better is stated, never guessed from a name; these are the evaluation's own metrics.
 KNOWN = {"eval/loss": "min", "eval/accuracy": "max", "eval/accuracy_top5": "max"}
@@ -120,3 +121,4 @@ class Checkpoint(NoCheckpoint):
 
 
 TABLE: dict[str, Any] = {"checkpoint": Checkpoint, "none": NoCheckpoint}
+MARKS = Marks(resume="free")

@@ -1,4 +1,4 @@
-"""Configs as plain data: from Hydra's tree, from a file, as YAML. Nothing here knows what the keys mean, but for the paths."""
+"""Configs as plain data: from Hydra's tree, from a file, as YAML. Of the keys only those that are paths are known here."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from isobatch.config import marked
 from isobatch.errors import ConfigError
 from isobatch.run_folder.reading import Unreadable, read_mapping
-
-# Inputs that a person types relative to the folder he types in; hydra.job.chdir must not move them.
-INPUT_PATHS = ("data.root", "resume", "loss.teacher.checkpoint", "model.checkpoint_path")
 
 
 def conf_folder() -> Path:
@@ -63,7 +61,7 @@ def plain_config(composed: Any, cwd: Path) -> dict[str, Any]:
         key = str(error.full_key)
         raise ConfigError(key, "???" if "Missing" in type(error).__name__ else "${...}", str(error).splitlines()[0],
                           f"set {key}=... on the command line") from None  # fmt: skip
-    for dotted in INPUT_PATHS:
+    for dotted, kind in marked.paths().items():  # a person types them where he is; hydra.job.chdir must not move them
         *groups, key = dotted.split(".")
         node: Any = plain
         for group in groups:
@@ -71,9 +69,10 @@ def plain_config(composed: Any, cwd: Path) -> dict[str, Any]:
         if isinstance(node, dict) and isinstance(node.get(key), str) and node[key]:
             try:
                 path = (cwd / Path(node[key]).expanduser()).resolve()
-                path.exists()  # raises for what no file system takes, as for a name that is too long
+                there = path.exists()  # raises for what no file system takes, as for a name that is too long
             except (OSError, RuntimeError, ValueError) as error:
                 problem = getattr(error, "strerror", None) or str(error)
                 raise ConfigError(dotted, node[key][:60], f"is no path: {problem}", f"set {dotted} to a path") from None
-            node[key] = str(path)
+            if there or kind == "file":
+                node[key] = str(path)
     return plain

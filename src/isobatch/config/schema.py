@@ -7,6 +7,7 @@ from typing import Any
 
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 from isobatch.model import COMPILE
 
 
@@ -73,27 +74,29 @@ class CostOptions:
 class Settings:
     """The top-level keys that are no group."""
 
-    task: str = "train"
-    seed: int = 0
-    epochs: int | None = 15
-    steps: int | None = None
-    batch: Any = None  # BatchOptions, SweepOptions and CostOptions: built on their own, since OmegaConf cannot fill a
-    sweep: Any = None  # frozen dataclass inside another one
-    cost: Any = None
-    max_grad_norm: float | None = None
-    log_every: int = 10
-    eval_every: int | None = None
-    log_weights: int = 0
-    warmup: int = 0
-    resume: str | None = None
-    allow_contract_change: bool = False
-    imports: list[str] = field(default_factory=list)
-    deterministic: bool = False
-    threads: int | None = None
-    device: str | None = None
-    compile: Any = False
-    channels_last: bool | None = None
-    on_nonfinite: str = "stop"
+    task: str = option("train", resume="free")
+    seed: int = option(0, resume="contract")
+    epochs: int | None = option(15, resume="free")
+    steps: int | None = option(None, resume="free")
+    # BatchOptions, SweepOptions and CostOptions: built on their own, since OmegaConf cannot fill a frozen dataclass inside
+    # another one
+    batch: Any = option(None, resume="free", speed=True)  # a resume compares its numbers
+    sweep: Any = option(None, resume="free")
+    cost: Any = option(None, resume="free")
+    max_grad_norm: float | None = option(None, resume="contract")
+    log_every: int = option(10, resume="free")
+    eval_every: int | None = option(None, resume="free")
+    log_weights: int = option(0, resume="free")
+    warmup: int = option(0, resume="free")
+    resume: str | None = option(None, resume="free", path="file")
+    allow_contract_change: bool = option(False, resume="free")
+    imports: list[str] = option(factory=list, resume="free")
+    deterministic: bool = option(False, resume="identity")
+    threads: int | None = option(None, resume="identity", speed=True)
+    device: str | None = option(None, resume="identity")
+    compile: Any = option(False, resume="identity", speed=True)
+    channels_last: bool | None = option(None, resume="identity")
+    on_nonfinite: str = option("stop", resume="free")
 
     def __post_init__(self) -> None:
         within("warmup", self.warmup, 0, 1e9)

@@ -20,20 +20,24 @@ from isobatch import (
     sampler,
     scheduler,
 )
+from isobatch.marks import Marks
 
-TABLES: dict[str, dict[str, Any]] = {
-    "parallel": parallel.TABLE,
-    "precision": precision.TABLE,
-    "sampler": sampler.TABLE,
-    "accumulation": accumulation.TABLE,
-    "reduction": reduction.TABLE,
-    "data": data.TABLE,
-    "augment": augment.TABLE,
-    "model": model.TABLE,
-    "loss": loss.TABLE,
-    "optimizer": optimizer.TABLE,
-    "scheduler": scheduler.TABLE,
-    "ema": ema.TABLE,
-    "checkpoint": checkpoint.TABLE,
-    "logger": logger.TABLE,
+_MODULES = {
+    "parallel": parallel,
+    "precision": precision,
+    "sampler": sampler,
+    "accumulation": accumulation,
+    "reduction": reduction,
+    "data": data,
+    "augment": augment,
+    "model": model,
+    "loss": loss,
+    "optimizer": optimizer,
+    "scheduler": scheduler,
+    "ema": ema,
+    "checkpoint": checkpoint,
+    "logger": logger,
 }
+GROUPS = tuple(_MODULES)
+TABLES: dict[str, dict[str, Any]] = {group: module.TABLE for group, module in _MODULES.items()}
+MARKS: dict[str, Marks] = {group: module.MARKS for group, module in _MODULES.items()}

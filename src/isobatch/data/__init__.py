@@ -16,8 +16,9 @@ from isobatch.data.image_folder import ImageFolder
 from isobatch.data.in_memory import Digits, RandomMatrix, Synthetic
 from isobatch.data.torchvision_sets import TorchVision
 from isobatch.data.webdataset import WebDataset
+from isobatch.marks import Marks
 
-__all__ = ["TABLE", "DataInfo", "Split", "Splits"]
+__all__ = ["MARKS", "TABLE", "DataInfo", "Split", "Splits"]
 
 TABLE: dict[str, Any] = {
     "digits": Digits,
@@ -29,3 +30,4 @@ TABLE: dict[str, Any] = {
     "webdataset": WebDataset,
     "hugging_face": HuggingFace,
 }
+MARKS = Marks(speed=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import choice, within
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,10 +109,10 @@ class Reading:
             In an evaluation it always stops, since a replacement would falsify the result.
     """
 
-    num_workers: int | None = None
-    persistent_workers: bool = True
-    prefetch: int = 2
-    pin_memory: bool | None = None
+    num_workers: int | None = option(None, resume="free")
+    persistent_workers: bool = option(True, resume="free")
+    prefetch: int = option(2, resume="free")
+    pin_memory: bool | None = option(None, resume="free")
     on_error: str = "stop"
 
     def __post_init__(self) -> None:

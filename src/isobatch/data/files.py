@@ -10,6 +10,7 @@ from typing import Any
 from isobatch.data.base import Splits
 from isobatch.data.images import ImageOptions, LabelledImages
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
 
 class Names:
@@ -59,7 +60,7 @@ class ImageFileOptions(ImageOptions):
         root: the folder that holds everything.
     """
 
-    root: str | None = None
+    root: str | None = option(None, resume="free", path="file")
 
     def checked_root(self) -> Path:
         """Raise ConfigError unless `root` is a folder."""

@@ -18,6 +18,7 @@ from typing import Any
 from isobatch.data.base import Splits
 from isobatch.data.images import ImageOptions, LabelledImages, numbered
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "test")
 IMAGE_NAMES = ("image", "img")
@@ -40,14 +41,14 @@ class HuggingFace(ImageOptions):
     """
 
     name: str = "hugging_face"
-    path: str | None = None
+    path: str | None = option(None, path="maybe")
     subset: str | None = None
     revision: str | None = None
     train_split: str = "train"
     eval_split: str | None = None
     image_column: str | None = None
     label_column: str | None = None
-    cache_dir: str | None = None
+    cache_dir: str | None = option(None, resume="free", path="file")
 
     def check(self) -> None:
         """Raise ConfigError when the package, the folder, or a split of a saved data set is missing."""

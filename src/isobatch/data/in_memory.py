@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive, within
 from isobatch.data.base import DataInfo, Split, Splits, check_workers
+from isobatch.marks import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,7 @@ class Digits:
     """
 
     name: str = "digits"
-    num_workers: int | None = None
+    num_workers: int | None = option(None, resume="free")
     kind = "images"
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class RandomMatrix:
     name: str = "random_matrix"
     size: int = 16
     matrix_seed: int = 0
-    num_workers: int | None = None
+    num_workers: int | None = option(None, resume="free")
     kind = "vectors"
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class Synthetic:
     in_chans: int = 3
     num_classes: int = 10
     signal: float = 0.5
-    num_workers: int | None = None
+    num_workers: int | None = option(None, resume="free")
     kind = "images"
     value_range = (-4.0, 4.0)  # what a policy of group augment takes for black and white
 

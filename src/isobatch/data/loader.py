@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import signal
 import warnings
 import weakref
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from isobatch.data.samples import Failure, HostBatch, Samples
 from isobatch.errors import JobFailed
+from isobatch.runtime import cores
 
 if TYPE_CHECKING:
     from isobatch.data.device import ToDevice
@@ -169,6 +169,5 @@ def choose_workers(asked: int | None, light: bool, on_gpu: bool, local_world_siz
         return asked
     if light:
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = cores // local_world_size
+    share = cores.usable() // local_world_size
     return min(16, max(1, share - 1 if on_gpu else share // 2))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.checks import choice
 from isobatch.data.base import DataInfo, Reading, Split, Splits
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +34,8 @@ class TorchVision(Reading):
 
     name: str = "torchvision"
     dataset: str = "CIFAR10"
-    root: str | None = None
-    download: bool = False
+    root: str | None = option(None, resume="free", path="file")
+    download: bool = option(False, resume="free")
     kind = "images"
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from isobatch.data.files import ImageFileOptions, Names
 from isobatch.data.images import LabelledImages, numbered
 from isobatch.data.tar_index import PICKLED, Members, TarIndex, index_of
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
 OPEN_TARS = 64  # per process and split
 MOST_TARS = 100_000
@@ -48,7 +49,7 @@ class WebDataset(ImageFileOptions):
     image_member: str | None = None
     label_member: str | None = None
     label_key: str = "label"
-    cache_dir: str | None = None
+    cache_dir: str | None = option(None, resume="free", path="file")
 
     def __post_init__(self) -> None:
         super().__post_init__()

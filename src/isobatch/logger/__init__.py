@@ -2,5 +2,8 @@
 
 from isobatch.logger.options import TABLE, WeightsAndBiases
 from isobatch.logger.protocol import Logger, RunInfo
+from isobatch.marks import Marks
 
-__all__ = ["TABLE", "Logger", "RunInfo", "WeightsAndBiases"]
+__all__ = ["MARKS", "TABLE", "Logger", "RunInfo", "WeightsAndBiases"]
+
+MARKS = Marks(resume="free")

@@ -12,8 +12,10 @@ from isobatch.loss.losses import (
     OutputMean,
     OutputSum,
 )
+from isobatch.marks import Marks
 
 __all__ = [
+    "MARKS",
     "TABLE",
     "BinaryCrossEntropy",
     "CrossEntropy",
@@ -34,3 +36,4 @@ TABLE: dict[str, Any] = {
     "output_mean": OutputMean,
     "output_sum": OutputSum,
 }
+MARKS = Marks()

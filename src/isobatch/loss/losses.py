@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive, within
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +137,7 @@ class Distillation(CrossEntropy):
     name: str = "distill"
     temperature: float = 2.0
     weight: float = 0.5
-    teacher: dict[str, Any] = field(default_factory=lambda: dict(NO_TEACHER))
+    teacher: dict[str, Any] = option(factory=lambda: dict(NO_TEACHER), path=("checkpoint",))
 
     def __post_init__(self) -> None:
         super().__post_init__()

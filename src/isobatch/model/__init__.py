@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from isobatch.marks import Marks
 from isobatch.model.architectures import COMPILE, MLP, Linear, Model, Timm
 
-__all__ = ["COMPILE", "MLP", "TABLE", "Linear", "Model", "Timm"]
+__all__ = ["COMPILE", "MARKS", "MLP", "TABLE", "Linear", "Model", "Timm"]
 
 TABLE: dict[str, Any] = {"timm": Timm, "linear": Linear, "mlp": MLP}
+MARKS = Marks(speed=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,11 +53,11 @@ class Timm(Model):
 
     name: str = "timm"
     arch: str = "resnet18"
-    pretrained: bool = False
-    checkpoint_path: str | None = None
+    pretrained: bool = option(False, resume="free")
+    checkpoint_path: str | None = option(None, resume="free", path="file")
     drop_rate: float = 0.0
     drop_path_rate: float = 0.0
-    grad_checkpointing: bool = False
+    grad_checkpointing: bool = option(False, resume="free")
     small_stem: bool = False
     kwargs: dict[str, Any] = field(default_factory=dict)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import choice, positive
+from isobatch.marks import Marks, option
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ class Exact:
 
     name: str = "exact"
     method: str = "auto"
-    bucket_mb: float = 25.0
+    bucket_mb: float = option(25.0, resume="free")
     exact = True
 
     def __post_init__(self) -> None:
@@ -71,3 +72,4 @@ def params_of(module: nn.Module) -> list[torch.nn.Parameter]:
 
 
 TABLE: dict[str, Any] = {"fast": Fast, "exact": Exact}
+MARKS = Marks(resume="identity", speed=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from isobatch.report.distance import Reference, difference
 from isobatch.report.metrics import read_metrics
 from isobatch.report.read import Run, direction, find_runs, read_run
+from isobatch.runtime import cores
 
 _POINTS_IN_ALL = 60_000  # over all curves of one chart: 500 jobs get 120 points each, up to 150 jobs get 400
 _BYTES_WORTH_A_POOL = 200_000_000  # about a second of reading, which is what starting the processes costs
@@ -72,4 +72,4 @@ def _each(read: Callable[[_Job], Run], jobs: Sequence[_Job], processes: int) -> 
 
 def usable_cores() -> int:
     """Cores that this process may use, at most 8: beyond that the disk is the limit."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(8, cores.usable())

@@ -1,6 +1,7 @@
 """Which settings are the contract that a resumed run keeps, and which are the plan that it may change.
 
-Everything is contract unless it is listed here. The batch is compared by its numbers, not by how it was typed.
+Everything is contract unless the option says otherwise (marks.py). The batch is compared by its numbers, not by how it was
+typed.
 """
 
 from __future__ import annotations
@@ -9,23 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# top-level keys and groups that do not decide what is trained: hardware, bookkeeping, and what has a rule of its own
-# (batch: its numbers; epochs and steps: the length; what changes bits only: the identity)
-FREE = {
-    "task", "resume", "allow_contract_change", "imports", "log_every", "log_weights", "eval_every", "threads",
-    "deterministic", "compile", "channels_last", "on_nonfinite", "epochs", "steps", "batch", "parallel", "accumulation",
-    "reduction", "precision", "device", "checkpoint", "logger", "experiment", "plan", "sweep",
-    "cost",
-}  # fmt: skip
-# within groups that are contract otherwise: where and how, not what
-FREE_OPTIONS = {
-    "data": {"root", "num_workers", "prefetch", "prefetch_factor", "pin_memory", "persistent_workers", "cache",
-             "cache_dir", "download", "timeout_s", "worker_timeout_s"},
-    "model": {"pretrained", "checkpoint_path", "grad_checkpointing"},  # where the first weights came from is past
-    "optimizer": {"fused", "foreach"},
-    "ema": {"device"},
-}  # fmt: skip
-
+from isobatch.config import marked
+from isobatch.config.tables import MARKS, TABLES
 
 # options whose default has changed, or that are newer than some runs -> what those runs did; a resumed run goes on like that
 EARLIER: dict[str, dict[str, Any]] = {"data": {"exif": "ignore"}}
@@ -53,19 +39,25 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
     group differs, its options are not compared one by one.
     """
     found: list[Difference] = []
+    top = marked.top_level()
     for key in now:
-        if key in FREE or key not in before:
+        if key not in before:
             continue
+        held = (MARKS[key] if key in TABLES else top.get(key, marked.TOP)).resume == "contract"
         old, new = before[key], now[key]
         if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-            if old != new:
+            if held and old != new:
                 found.append(Difference(key, old, new))
+        elif key not in TABLES:
+            continue  # batch, sweep, cost
         elif old.get("name") != new.get("name"):
-            found.append(Difference(f"{key}.name", old.get("name"), new.get("name")))
+            if held:
+                found.append(Difference(f"{key}.name", old.get("name"), new.get("name")))
         else:
-            free, old = FREE_OPTIONS.get(key, set()), {**EARLIER.get(key, {}), **old}
+            own, old = marked.group_options(key, new.get("name")), {**EARLIER.get(key, {}), **old}
             found += [Difference(f"{key}.{option}", old[option], new[option]) for option in new
-                      if option in old and option not in free and old[option] != new[option]]  # fmt: skip
+                      if option in old and own.get(option, MARKS[key]).resume == "contract"
+                      and old[option] != new[option]]  # fmt: skip
     return found
 
 

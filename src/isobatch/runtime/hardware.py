@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from isobatch.batch_plan import Batch
-from isobatch.config import Config
-from isobatch.runtime import accelerator
+from isobatch.config import Config, marked
+from isobatch.runtime import cores, machine
 from isobatch.runtime.distributed import Ranks
 
 
@@ -34,7 +34,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device) -> int:
 
 
 def _share_of_cores(ranks: Ranks) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
+    return max(1, cores.usable() // ranks.local_world_size)
 
 
 def wants_channels_last(config: Config, device: torch.device) -> bool:
@@ -45,17 +45,18 @@ def wants_channels_last(config: Config, device: torch.device) -> bool:
 
 
 def identity(config: Config, device: torch.device, threads: int, batch: Batch) -> dict[str, Any]:
-    """All that changes bits although the contract is kept; compared on resume."""
-    return {
-        "torch": torch.__version__,
-        "device": accelerator.model_name(device),
+    """All that changes bits although the contract is kept; compared on resume, as far as both runs know it.
+
+    The machine and its libraries, every option that is marked so, and what this run makes of options that leave it open.
+    """
+    settled = {
         "threads": threads,
         "channels_last": wants_channels_last(config, device),
-        "compile": config.compile,
         "precision": config.precision.describe(device),
         "micro_batch": batch.micro,
         "num_shards": batch.num_shards,
         "reduction": config.reduction.describe(batch.num_shards),
-        "optimizer": f"{config.optimizer.name}",
-        "deterministic": config.deterministic,
+        "optimizer": config.optimizer.name,
     }
+    options = {key: value for key, value, marks in marked.options(config.plain) if marks.resume == "identity"}
+    return {**options, **machine.facts(device), **settled}

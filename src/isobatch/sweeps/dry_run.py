@@ -15,7 +15,8 @@ from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globa
 from isobatch import config as configuration
 from isobatch import hydra_patches, sweeps, tasks
 from isobatch.batch_plan import BatchPlan, resolve_batch
-from isobatch.config import Config
+from isobatch.config import Config, marked
+from isobatch.config.tables import MARKS
 from isobatch.console import make_console
 from isobatch.errors import ConfigError
 from isobatch.run_folder.reading import Unreadable, read_mapping
@@ -24,8 +25,6 @@ from isobatch.sweeps.slots import deal, gpu_names
 
 HEAD = ("job", "effective", "micro", "replicas", "accum.", "updates", "samples", "about", "state", "settings")
 STATES = {"new": "new", "skip": "complete", "go on": "goes on", "again": "runs again"}
-# what a rate is measured for: a finished job that shares these takes as long per sample
-RATED = ("parallel", "precision", "reduction", "accumulation", "batch", "data", "augment", "model", "compile", "threads")
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,9 @@ class Estimate:
 
 
 def rated(plain: Mapping[str, Any]) -> str:
-    return json.dumps({key: plain.get(key) for key in RATED}, sort_keys=True, default=str)
+    decisive = {key: value for key, value, marks in marked.options(plain) if marks.speed}
+    names = {group: (plain.get(group) or {}).get("name") for group, marks in MARKS.items() if marks.speed}
+    return json.dumps([decisive, names], sort_keys=True, default=str)
 
 
 def measured(folder: Path) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from isobatch.errors import ConfigError
 from isobatch.launch import devices
+from isobatch.runtime import cores
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ def deal(count: int) -> list[Slot]:
     Raises:
         ConfigError: fewer GPUs than slots.
     """
-    gpus, cores = gpu_names(), core_numbers()
+    gpus, numbers = gpu_names(), core_numbers()
     if 0 < len(gpus) < count:
         raise ConfigError("sweep.parallel_jobs", count, f"this machine shows {len(gpus)} GPU(s), and jobs share none",
                           f"set sweep.parallel_jobs={len(gpus)} or less")  # fmt: skip
-    return [Slot(tuple(share(gpus, i, count)), tuple(share(cores, i, count))) for i in range(count)]
+    return [Slot(tuple(share(gpus, i, count)), tuple(share(numbers, i, count))) for i in range(count)]
 
 
 def share(items: list[Any], i: int, count: int) -> list[Any]:
@@ -61,4 +62,4 @@ def gpu_names() -> list[str]:
 
 
 def core_numbers() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return cores.numbers()[: cores.usable()]

@@ -1,0 +1,72 @@
+"""How many cores this process may use: by its affinity, and by the quota of its control group (a container's CPU limit)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+PROC = Path("/proc/self/cgroup")
+
+
+def numbers() -> list[int]:
+    """The cores that the scheduler may run this process on, by number; [] where the system does not say (macOS)."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        return []
+
+
+def usable(root: Path = ROOT, proc: Path = PROC) -> int:
+    """The number of cores that this process can keep busy, at least 1."""
+    there = len(numbers()) or os.cpu_count() or 1
+    quota = quota_cores(root, proc)
+    return max(1, there if quota is None else min(there, int(quota)))
+
+
+def quota_cores(root: Path = ROOT, proc: Path = PROC) -> float | None:
+    """Cores' worth of time that the control groups of this process allow it (v1 and v2); None = as much as there is.
+
+    Every group above counts too, so the smallest quota on the way up is the one that holds.
+    """
+    found = [quota for folder in _groups(root, proc) if (quota := _quota(folder)) is not None]
+    return min(found, default=None)
+
+
+def _groups(root: Path, proc: Path) -> list[Path]:
+    """Folders of the control groups that may limit this process, its own first."""
+    folders: list[Path] = []
+    for line in _text(proc).splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            tops = [root, root / "unified"]
+        elif "cpu" in controllers.split(","):
+            tops = [root / "cpu", root / controllers]
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        if ".." in inside.parts:  # the group lies outside of what this container sees
+            inside = Path()
+        for top in tops:
+            folders += [top / inside, *(top / parent for parent in inside.parents)]
+    # in a container the path is often that of the host, and what limits it is mounted at the top
+    return list(dict.fromkeys([*folders, root, root / "cpu", root / "cpu,cpuacct"]))
+
+
+def _quota(folder: Path) -> float | None:
+    words = _text(folder / "cpu.max").split() or [
+        _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip(),
+    ]  # fmt: skip
+    try:
+        quota, period = float(words[0]), float(words[1])
+    except (ValueError, IndexError):  # `max`, or no such file
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, ValueError):
+        return ""
