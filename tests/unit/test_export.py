@@ -37,6 +37,7 @@ def test_a_timm_model_without_its_data(tmp_path: Path, monkeypatch: pytest.Monke
             for i in range(3):
                 Image.new("RGB", (20, 20), (80 * i, 90 * number, 20)).save(photos / split / label / f"{i}.png")
     words = (*SHORT, "batch.effective=6", "data=image_folder", f"data.root={photos}", "data.image_size=48", "model=timm",
+             "data.eval_size=64", "data.crop_pct=0.9", "data.interpolation=bicubic",
              "data.num_workers=0", "model.arch=test_resnet", "ema=ema", "ema.decay=0.9", "precision=O2",
              "optimizer.lr=0.1")  # fmt: skip
     train(tmp_path / "run", *words)
@@ -48,6 +49,10 @@ def test_a_timm_model_without_its_data(tmp_path: Path, monkeypatch: pytest.Monke
     average = checkpoint.load(tmp_path / "run")["ema"]
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     assert model.pretrained_cfg["label_names"] == ["cat", "dog"]
+    seen = timm.data.resolve_data_config(model=model, use_test_size=True)  # what timm's validate.py does with a folder
+    assert {key: list(value) if isinstance(value, tuple) else value for key, value in seen.items()} == {
+        "input_size": [3, 64, 64], "interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center",
+        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}  # fmt: skip
     assert all(torch.equal(tensor, average[name]) for name, tensor in model.state_dict().items())
     inputs = torch.randn(5, 3, 48, 48)
     program = torch.export.load(folder / "model.pt2").module()
@@ -122,3 +127,17 @@ def test_a_checkpoint_cannot_ask_for_more_than_a_sample(shape: Any) -> None:
     saved = Saved(Path("run/checkpoints/last"), 1, {"plan": {"input_shape": shape, "num_classes": 3}})
     with pytest.raises(ConfigError, match="nothing sound"):
         export.data_info(saved)
+
+
+def test_what_timm_would_guess_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images in memory are neither cropped nor normalised by ImageNet's numbers, which timm falls back on."""
+    monkeypatch.setattr(export, "save_program", lambda model, *rest: model)
+    monkeypatch.setattr(export, "save_onnx", lambda model, *rest: model)
+    words = (*SHORT, "steps=1", "data=synthetic", "data.samples=16", "data.eval_samples=4", "data.image_size=16", "model=timm",
+             "model.arch=test_resnet")  # fmt: skip
+    train(tmp_path / "run", *words)
+    exported(tmp_path / "run", tmp_path / "out")
+    model = timm.create_model(f"local-dir:{tmp_path / 'out/export'}", pretrained=True)
+    seen = timm.data.resolve_data_config(model=model)
+    mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    assert (tuple(seen["mean"]), tuple(seen["std"]), seen["crop_pct"], seen["interpolation"]) == (mean, std, 1.0, "bilinear")

@@ -137,8 +137,14 @@ def save_weights(model: nn.Module, node: dict[str, Any], info: DataInfo, folder:
     from isobatch.runtime.timm_import import timm
 
     own: Any = getattr(model, "pretrained_cfg", {})
-    normalise: dict[str, Any] = {"mean": list(info.mean), "std": list(info.std)} if len(info.mean) == info.in_chans else {}
-    normalise |= {key: value for key in ("interpolation", "crop_pct") if (value := getattr(info, key)) is not None}
+    # all that timm's resolve_data_config reads, since it has defaults of its own for what is missing
+    normalised = len(info.mean) == info.in_chans
+    normalise: dict[str, Any] = {
+        "mean": list(info.mean) if normalised else [0.0] * info.in_chans,
+        "std": list(info.std) if normalised else [1.0] * info.in_chans,
+        "crop_pct": 1.0 if info.crop_pct is None else info.crop_pct, "crop_mode": "center",
+        "interpolation": info.interpolation or "bilinear",
+    }  # fmt: skip
     if info.eval_size is not None:
         normalise["test_input_size"] = [info.in_chans, info.eval_size, info.eval_size]
     write_json(folder / "config.json", {
