@@ -201,10 +201,9 @@ def test_the_presets_compose() -> None:
         for words, key, value in [
             (["hydra/launcher=slurm"], "hydra.launcher.max_num_timeout", 20),
             (["hydra/launcher=local"], "hydra.launcher.timeout_min", 525600),
-            (["hydra/sweeper=search"], "hydra.sweeper.direction", "maximize"),
+            (["hydra/sweeper=search"], "hydra.sweeper.n_trials", 20),
+            (["hydra/sweeper=optuna"], "hydra.sweeper.sampler.seed", 0),
         ]:
-            if words == ["hydra/sweeper=search"] and not launchers.installed("hydra_plugins.hydra_optuna_sweeper"):
-                continue
             assert OmegaConf.select(compose("config", words, return_hydra_config=True), key) == value
 
 
@@ -252,9 +251,9 @@ def test_slurm_gets_an_array_whose_tasks_are_the_ranks(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_optuna_gets_the_objective_and_a_refused_trial_does_not_end_the_study_silently(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.optuna_sweeper", reason="pip install 'isobatch[optuna]'")
+    pytest.importorskip("optuna", reason="pip install 'isobatch[optuna]'")
     words = ["steps=2", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.0001,0.1)", "batch.effective=choice(0,48)"]
-    ended = run([*TRAIN, *words, "hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", NO_REPORT,
+    ended = run([*TRAIN, *words, "hydra/sweeper=search", NO_REPORT,
                  "hydra.sweeper.sampler.seed=1", "hydra.sweeper.max_failure_rate=1"], tmp_path)  # fmt: skip
     jobs = [summary(tmp_path / "sweep" / job) for job in "012"]
     values = [job["final"]["eval/accuracy"] for job in jobs if job["state"] == "completed"]

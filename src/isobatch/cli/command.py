@@ -19,6 +19,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -120,6 +121,10 @@ def main() -> None:
         tell_saved(sys.argv[1:])
         sys.argv[1:] = reachable(sys.argv[1:])
         with hydra_patches.active(["run", *sys.argv[1:]], launchers.choose):
+            if any(word.startswith("hydra/sweeper=") for word in sys.argv[1:]):
+                from isobatch.sweeps.search import Search
+
+                Plugins.instance().register(Search)
             one_job()
         code = 0 if launchers.all_done() else 1
     except ConfigError as refusal:

@@ -43,10 +43,20 @@ def _launcher_of_sweep(self: Plugins, hydra_context: Any, task_function: Any, co
         raise SystemExit(refusal.exit_code) from None  # Hydra would print a stack for any Exception
 
 
+SEARCH = "isobatch.sweeps.search.Search"
+_is_plugin = Plugins.is_in_toplevel_plugins_module
+
+
+def _is_plugin_or_ours(clazz: str) -> bool:
+    """Hydra takes plugins from its own packages alone; one in hydra_plugins would be there for every program."""
+    return clazz == SEARCH or _is_plugin(clazz)
+
+
 # (class, method) -> what stands in its place
 METHODS: dict[tuple[type, str], Any] = {
     (Override, "value"): value_of_choice,
     (Plugins, "instantiate_launcher"): _launcher_of_sweep,
+    (Plugins, "is_in_toplevel_plugins_module"): staticmethod(_is_plugin_or_ours),
     (ConfigLoaderImpl, "load_configuration"): refusals.load_configuration,
     (ConfigLoaderImpl, "_compose_config_from_defaults_list"): layers.compose,
     (ConfigLoaderImpl, "_apply_overrides_to_config"): staticmethod(refusals.apply_overrides),
@@ -87,6 +97,7 @@ def install(arguments: Sequence[str] = (), choose_launcher: Callable[..., Any] |
         node={"report": {"_target_": "isobatch.sweeps.callback.SweepReport", "tolerance": "${sweep.tolerance}",
                          "enabled": True}},
     )  # fmt: skip
+    ConfigStore.instance().store(group="hydra/sweeper", name="isobatch", node={"_target_": SEARCH})
     # cached in the config, so that a job which a launcher plugin runs elsewhere finds the same folder
     OmegaConf.register_new_resolver("stamp", STAMP, replace=True, use_cache=True)
     STAMP.claiming = bool(arguments) and not ASKS & {word.partition("=")[0] for word in arguments}
@@ -106,5 +117,6 @@ def active(arguments: Sequence[str] = (), choose_launcher: Callable[..., Any] | 
             setattr(cls, method, function)
         NumberPath.active, _choose = numbered, chooses
         if not numbered:  # not within another block
-            ConfigStore.instance().repo["hydra"]["callbacks"].pop("isobatch.yaml", None)
+            for group in ("callbacks", "sweeper"):
+                ConfigStore.instance().repo["hydra"][group].pop("isobatch.yaml", None)
             OmegaConf.clear_resolver("stamp")

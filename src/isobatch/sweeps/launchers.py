@@ -23,8 +23,8 @@ PLUGINS = {
     ("hydra/launcher", "local"): ("hydra_plugins.hydra_submitit_launcher", "slurm"),
     ("hydra/launcher", "submitit_slurm"): ("hydra_plugins.hydra_submitit_launcher", "slurm"),
     ("hydra/launcher", "submitit_local"): ("hydra_plugins.hydra_submitit_launcher", "slurm"),
-    ("hydra/sweeper", "optuna"): ("hydra_plugins.hydra_optuna_sweeper", "optuna"),
-    ("hydra/sweeper", "search"): ("hydra_plugins.hydra_optuna_sweeper", "optuna"),
+    ("hydra/sweeper", "optuna"): ("optuna", "optuna"),
+    ("hydra/sweeper", "search"): ("optuna", "optuna"),
 }
 FOREVER_MIN = 60 * 24 * 365
 _failed: list[JobReturn] = []  # jobs of this launch that did not end well
