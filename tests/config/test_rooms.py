@@ -71,7 +71,7 @@ def test_the_step_is_on_one_screen_and_knows_no_strategy() -> None:
     ("package", "rooms"),
     [
         ("hydra", {"cli", "hydra_patches", "sweeps"}),
-        ("omegaconf", {"config", "cli", "hydra_patches"}),
+        ("omegaconf", {"config", "cli", "hydra_patches", "sweeps"}),
         ("wandb", {"logger", "dashboard"}),
         ("wandb_workspaces", {"dashboard"}),
         ("timm", {"model", "augment", "data", "optimizer", "scheduler", "ema", "loss", "precision", "runtime"}),
