@@ -99,6 +99,10 @@ class Single:
         """Around forward and backward of one micro step; replicas meet only in the last one of a window."""
         return nullcontext()
 
+    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager:
+        """Around a micro step that belongs to no window; `micro` None: this process has none. A collective."""
+        return nullcontext()
+
     def begin(self, wrapped: nn.Module, batch: Batch, window: Window, ranks: Ranks) -> None:
         """Before the first micro step of a window."""
 

@@ -67,6 +67,9 @@ class DataParallel(Single):
         wrapped.shard_sizes = micro.sizes  # type: ignore[assignment]  # read by ShardedDataParallel.scatter
         return nullcontext()
 
+    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager:
+        return nullcontext() if micro is None else self.gradient_sync(wrapped, micro)
+
     def describe(self, ranks: Ranks, device: torch.device) -> str:
         devices = self.lane_devices(device)
         if len(devices) > 1:

@@ -141,6 +141,10 @@ class FullySharded(Processes):
             shards.enter(last=micro.is_last and not shards.behind)
         return nullcontext()
 
+    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager:
+        shards = _of(wrapped)
+        return shards.aside(idle=micro is None) if shards else nullcontext()  # type: ignore[no-any-return]
+
     def end(self, wrapped: nn.Module) -> None:
         if shards := _of(wrapped):
             shards.end()

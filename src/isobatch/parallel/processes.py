@@ -104,6 +104,10 @@ class DistributedDataParallel(Processes):
         step = getattr(wrapped, "micro_step", None)  # one rank: the model itself, nothing to hold back
         return nullcontext() if step is None else step(micro.is_last)
 
+    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager:
+        aside = getattr(wrapped, "aside", None)
+        return nullcontext() if aside is None else aside()
+
     def idle(self, wrapped: nn.Module) -> None:
         wrapped.idle()  # type: ignore[operator]
 

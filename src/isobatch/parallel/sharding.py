@@ -8,6 +8,8 @@ in the same order, whatever the model does, while running statistics and generat
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -174,6 +176,16 @@ class Shards:
             self._attend()
         for i in self.usage.end() if self.usage is not None else ():
             self.parameters[i].grad = None
+
+    @contextmanager
+    def aside(self, idle: bool) -> Iterator[None]:
+        """Around one micro step of all ranks that belongs to no window; `idle`: this rank has none, and takes part."""
+        self.enter(last=True)
+        if idle:
+            self._attend()
+        self.attending = True  # nothing is noted
+        yield
+        self.attending = False
 
     def _attend(self) -> None:
         """Forward and backward that add nothing."""

@@ -53,6 +53,16 @@ class WatchedDDP(nn.parallel.DistributedDataParallel):
             if last and self.completion is not None:
                 self.completion.complete()
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around one micro step that belongs to no window: nothing is sent, nothing is noted."""
+        with self.no_sync():
+            if self.completion is not None:
+                self.completion.watching = False
+            yield
+            if self.completion is not None:
+                self.completion.watching = True
+
     def idle(self) -> None:
         """Take part in a window without a shard."""
         if self.completion is not None:

@@ -120,6 +120,13 @@ class ExactReducer:
             if not taken:
                 self._take(b)
 
+    @contextmanager
+    def aside(self, micro: MicroBatch | None) -> Iterator[None]:
+        """Around a shard before the first window: its gradients stay with the parameters, and nothing is noted."""
+        self.missing, self.arrived = [len(bucket.ids) for bucket in self.buckets], set()
+        yield
+        self.repeats = False  # what the hooks saw is for the first window to show
+
     def _hook(self, b: int, i: int) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
             if i in self.arrived:

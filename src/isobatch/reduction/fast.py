@@ -21,7 +21,8 @@ class FastReducer:
 
     `module` is what the forward goes through and `loss_factor` what the loss is multiplied with; `begin`, then for each
     micro batch `shard` (around forward and backward) and `record`, then `finish`: afterwards every parameter's gradient
-    is the mean over the window on every rank. `finish` returns False when the window has to be run once more.
+    is the mean over the window on every rank. `finish` returns False when the window has to be run once more. Outside of
+    windows, before the first, `aside`.
     """
 
     replays = False  # a window is never run twice, so its batches need not be kept
@@ -40,6 +41,11 @@ class FastReducer:
 
     def shard(self, micro: MicroBatch) -> AbstractContextManager:
         return self.strategy.gradient_sync(self.module, micro)
+
+    def aside(self, micro: MicroBatch | None) -> AbstractContextManager:
+        """Around a micro batch that belongs to no window (None: this rank has none): its gradients stay with the parameters,
+        and nothing is noted. A collective."""
+        return self.strategy.aside(self.module, micro)  # type: ignore[no-any-return]
 
     def record(self, micro: MicroBatch, weighted_loss: Tensor) -> None:
         """`weighted_loss`: 0-d, the micro batch's loss times its weight in the window."""

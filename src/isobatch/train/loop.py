@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,7 @@ class Loop:
     stop_requested: Callable[[], int]
     log_weights: int = 0
     warmup: int = 0
+    audit: Callable[[TrainState, Parts, Iterator[WindowData]], Iterator[WindowData]] | None = None
     clock: Clock = field(default_factory=Clock)
     trained_samples: int = 0
     watch: LossWatch = field(default_factory=LossWatch)
@@ -92,10 +93,14 @@ class Loop:
         self.clock.restart()
         if 0 < state.step != state.evaluated and self._evaluates(state.step):
             self._between_steps(0)  # a stop came between this step and its evaluation
+        windows = self.feed.windows(state.step, self.total_steps)
+        if self.audit is not None:
+            windows = self.audit(state, self.parts, windows)
+            self.clock.restart()
         logged_samples = state.samples
         logged_s = self.clock.train_s
         timed_from = state.step + self.warmup
-        for data in self.feed.windows(state.step, self.total_steps):
+        for data in windows:
             lr = self._set_lr()
             log_now = (state.step + 1) % self.log_every == 0 or state.step + 1 == self.total_steps
             applied, norm = train_step(state, self.parts, data, want_norm=log_now)
