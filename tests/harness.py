@@ -62,8 +62,9 @@ class Record:
         return [w[-1] for w in self.weights]
 
 
-def train(folder: Path, *overrides: str, ranks: Ranks | None = None, observe: Callable[..., None] | None = None) -> Record:
-    """Train in this process. `observe(state, parts, data)` is called after every step."""
+def train(folder: Path, *overrides: str, ranks: Ranks | None = None, observe: Callable[..., None] | None = None,
+          made: dict[str, Any] | None = None) -> Record:  # fmt: skip
+    """Train in this process. `observe(state, parts, data)` is called after every step; `made`: a config, not overrides."""
     folder.mkdir(parents=True, exist_ok=True)
     # a second run in a folder goes on from the first one's checkpoints: a test that wants that says so
     assert not (folder / "checkpoints").exists() or any("resume=" in word for word in overrides), f"{folder} is used twice"
@@ -85,7 +86,7 @@ def train(folder: Path, *overrides: str, ranks: Ranks | None = None, observe: Ca
 
     loop.train_step = recording
     try:
-        record.result = run.run_job(plain(*overrides), folder, ranks or Ranks())
+        record.result = run.run_job(made or plain(*overrides), folder, ranks or Ranks())
     finally:
         loop.train_step = original
     return record

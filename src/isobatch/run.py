@@ -129,8 +129,8 @@ class Run:
         facts = {**self.plan, "steps": total, "samples_per_epoch": order_size, "train_samples": len(splits.train),
                  "eval_samples": len(splits.eval), **Signature.of(splits.info).facts()}  # fmt: skip
         self.about = {"config": config.plain, "plan": facts, "identity": identity}  # what a checkpoint says of its run
-        shards_matter = config.model.batch_norm == "shard" and batch_norm.learns(model)
-        resumed = self.resume.check(facts, identity, config.reduction.exact, shards_matter, plan.windows_per_epoch)
+        together = batch_norm.decided_by(model, config.model.batch_norm)
+        resumed = self.resume.check(facts, identity, config.reduction.exact, together, plan.windows_per_epoch)
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
         notes = [*splits.info.notes, *resumed, *chosen.words]
         notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
@@ -154,6 +154,8 @@ class Run:
 
     def assemble(self, model: torch.nn.Module, splits: Splits, plan: BatchPlan, total: int) -> None:
         config, ranks, device = self.config, self.ranks, self.device
+        if config.model.batch_norm == "sync":
+            model = batch_norm.synchronised(model)
         channels_last = hardware.wants_channels_last(config, device)
         model = model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # type: ignore[call-overload]
         working = config.parallel.working_copy(config.precision, model, ranks.world_size)  # may change its dtype
@@ -202,7 +204,7 @@ class Run:
                 splits.eval, source(splits.eval, False), config.loss.build(), config.precision, ranks, device,
                 config.batch.eval or plan.batch.micro, splits.info.num_classes, config.loss.averages,
                 plan.batch.micro,
-                after=config.parallel.evaluated, seed=seed.evaluation,
+                after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes,
             ),
             schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,

@@ -27,8 +27,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 from pretended import machine, names, replicas, tensors
 from pretended.machine import Machine
 from pretended.watch import Watch
@@ -40,7 +38,6 @@ __all__ = ["Machine", "pretend", "strictly"]
 def pretend(devices: int = 1, memory: int | None = None) -> Iterator[Machine]:
     """Inside, this process has `devices` GPUs with `memory` bytes each (None: as many as wanted)."""
     assert not machine._HERE, "one machine at a time"
-    torch._C._ensureCUDADeviceGuardSet()
     machine._HERE.append(found := Machine.__new__(Machine))
     found.local = machine.Local()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 
 REAL_DEVICE = torch.Tensor.device  # the getter, before anything is patched
 CPU = torch.device("cpu")
-NOT_A_CALLER = ("/pretended/machine.py", "/pretended/watch.py", "/pretended/tensors.py", "/pretended/streams.py",
-                "/pretended/names.py", "/pretended/replicas.py", "/torch/", "<frozen", "/contextlib.py", "<string>",
-                "/weakref.py")  # fmt: skip
+OURS = "machine", "watch", "tensors", "streams", "names", "replicas", "kernels"
+NOT_A_CALLER = (*(f"/pretended/{name}.py" for name in OURS), "/torch/",
+                "<frozen", "/contextlib.py", "<string>", "/weakref.py")  # fmt: skip
 
 
 class Place:
@@ -68,7 +69,8 @@ class Machine:
     def __init__(self, devices: int, memory: int | None = None):
         from pretended.names import Generator
 
-        self.count, self.memory = devices, memory
+        self.devices, self.memory = devices, memory
+        self.shown: list[int] | None = None  # the devices that were visible when CUDA started
         self.syncs: Counter[tuple[str, str]] = Counter()
         self.faults: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[str] = Counter()
@@ -80,6 +82,21 @@ class Machine:
         self.own_generators: dict[int, Any] = {}
         self.generators = [Generator(torch.device("cuda", i)).manual_seed(0) for i in range(devices)]
         self.allocated, self.peak = [0] * devices, [0] * devices
+
+    # -- which devices there are -----------------------------------------------------------------------------------
+    def visible(self) -> list[int]:
+        """The devices that CUDA shows, in its order: as CUDA_VISIBLE_DEVICES says, which counts when it starts."""
+        if self.shown is not None:
+            return self.shown
+        asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return list(range(self.devices)) if asked is None else [int(i) for i in asked.split(",") if i and int(i) < self.devices]
+
+    @property
+    def count(self) -> int:
+        return len(self.visible())
+
+    def start(self) -> None:
+        self.shown = self.visible()
 
     # -- what a test asks ------------------------------------------------------------------------------------------
     def forget(self) -> None:
@@ -121,6 +138,9 @@ class Machine:
 
     def settle(self, place: Place, device: torch.device, stream: Stream) -> None:
         """`place` is on `device` from now on, written by what `stream` does now."""
+        self.start()
+        if device.index >= self.count:
+            raise torch.AcceleratorError(f"CUDA error: invalid device ordinal ({device.index} of {self.count})")
         place.device, place.open, place.home, place.written = device, False, stream, (stream, stream.time)
         self.grow(place, place.nbytes)
 

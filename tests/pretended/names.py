@@ -41,7 +41,10 @@ class Properties(SimpleNamespace):
 
 
 def properties(device: Any = None) -> Properties:
-    return Properties(name="Pretended", gcnArchName="", major=9, minor=0, total_memory=total(device), multi_processor_count=132)
+    here().start()
+    physical = here().visible()[here().index_of(device)]
+    return Properties(name="Pretended", gcnArchName="", major=9, minor=0, total_memory=total(device), multi_processor_count=132,
+                      uuid=f"{physical:08d}-pretended")  # fmt: skip
 
 
 def total(device: Any = None) -> int:
@@ -50,6 +53,7 @@ def total(device: Any = None) -> int:
 
 def set_device(device: Any) -> None:
     index = here().index_of(device)
+    here().start()
     if index >= here().count:
         raise torch.AcceleratorError(f"CUDA error: invalid device ordinal ({index} of {here().count})")
     if index >= 0:
@@ -121,8 +125,10 @@ def patches() -> list[Any]:
         "max_memory_reserved": highest, "reset_peak_memory_stats": reset_peak, "empty_cache": empty_cache,
     }  # fmt: skip
     cuda: dict[str, Any] = {
-        **memory, "mem_get_info": free_and_total, "is_available": lambda: True, "device_count": lambda: here().count,
-        "is_initialized": lambda: True, "_lazy_init": lambda: None, "init": lambda: None,
+        **memory, "mem_get_info": free_and_total, "is_available": lambda: here().count > 0,
+        "device_count": lambda: here().count, "is_initialized": lambda: here().shown is not None,
+        "_lazy_init": lambda: here().start(),
+        "init": lambda: here().start(),
         "current_device": lambda: here().local.current, "set_device": set_device,
         "get_device_name": lambda device=None: "Pretended", "get_device_properties": properties,
         "get_device_capability": lambda device=None: (9, 0), "is_bf16_supported": lambda *_, **__: True,
@@ -133,9 +139,10 @@ def patches() -> list[Any]:
         "is_current_stream_capturing": lambda: False, "_is_in_bad_fork": lambda: False,
     }  # fmt: skip
     accelerator: dict[str, Any] = {
-        **memory, "is_available": lambda: True, "device_count": lambda: here().count,
+        **memory, "is_available": lambda: here().count > 0, "device_count": lambda: here().count,
         "current_device_index": lambda: here().local.current,
-        "current_accelerator": lambda check_available=False: torch.device("cuda"), "set_device_index": set_device,
+        "current_accelerator": lambda check_available=False: torch.device("cuda") if here().count else None,
+        "set_device_index": set_device,
         "set_device_idx": set_device, "current_stream": lambda device=None: here().stream(device),
         "synchronize": synchronize, "device_index": OnDevice, "get_memory_info": free_and_total,
     }  # fmt: skip

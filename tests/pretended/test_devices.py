@@ -170,3 +170,22 @@ def test_launches_are_counted_views_are_none(gpu: Machine) -> None:
     assert gpu.started == 0
     torch._foreach_add_([a, a.clone()], 1.0)
     assert gpu.launches == {"clone": 1, "_foreach_add": 1}
+
+
+@pytest.mark.gpu_pretended(4)
+def test_only_visible_devices_are_there_in_their_order(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch.cuda.is_initialized()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert torch.cuda.device_count() == 2
+    torch.zeros(1, device="cuda:1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # too late
+    assert torch.cuda.is_initialized() and torch.cuda.device_count() == 2
+    assert [torch.cuda.get_device_properties(i).uuid[:8] for i in range(2)] == ["00000003", "00000001"]
+    with pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
+        torch.zeros(1, device="cuda:2")
+
+
+def test_no_visible_device_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pretend(2):
+        assert not torch.cuda.is_available() and torch.accelerator.current_accelerator(check_available=True) is None

@@ -1,24 +1,25 @@
-"""DataParallel's shards and statistics, on copies that stand in for replicas on other devices."""
+"""DataParallel's shards and statistics."""
 
 from __future__ import annotations
 
-import copy
-
+import pytest
 import torch
+from pretended import Machine
 from torch import nn
 
-from isobatch.parallel.wrappers import ShardedDataParallel, average_statistics
+from isobatch.parallel.wrappers import ShardedDataParallel
 
 
-def test_running_statistics_are_the_mean_over_the_replicas() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    copies = [model, *(copy.deepcopy(model) for _ in range(2))]  # the first replica shares the model's buffers
-    for value, replica in zip((1.0, 2.0, 6.0), copies, strict=True):
-        replica[1].running_mean.fill_(value)
-        replica[1].running_var.fill_(2 * value)
-    average_statistics(model, copies)
-    assert model[1].running_mean.tolist() == [3.0, 3.0]
-    assert model[1].running_var.tolist() == [6.0, 6.0]
+@pytest.mark.gpu_pretended(3)
+def test_running_statistics_are_the_mean_over_the_replicas(gpu: Machine) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2, momentum=1.0), nn.BatchNorm1d(2).eval()).to("cuda")
+    wrapped = ShardedDataParallel(model, [torch.device("cuda", i) for i in range(3)])
+    wrapped.shard_sizes = (2, 2, 2)
+    shards = [torch.tensor([[v - 1.0, v], [v + 1.0, v]]) for v in (1.0, 2.0, 6.0)]
+    wrapped(torch.cat(shards).to("cuda")).sum().backward()
+    assert model[0].running_mean.tolist() == [3.0, 3.0]
+    assert model[0].running_var.tolist() == [2.0, 0.0]
+    assert model[1].running_mean.tolist() == [0.0, 0.0]  # it does not learn
 
 
 def test_chunk_i_is_shard_i() -> None:

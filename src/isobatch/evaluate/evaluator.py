@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ TOP = 5  # answers that eval/accuracy_top5 looks at
 
 @dataclass
 class Evaluator:
-    """Evaluates a split in batches of `batch_size`; batch i goes to rank i mod world size.
+    """Evaluates a split in batches of `batch_size`; batch i goes to rank i mod world size, there to its devices in turn.
 
     The batches are the same whatever the number of ranks, and each has a slot of its own in the sums, so the result is the
     same to the bit.
@@ -32,6 +32,7 @@ class Evaluator:
             strategy whose forwards are collectives takes part in them.
         seed: called with the step and the number of a batch before its forward, for models that draw in evaluation too.
         answers: gets what the model says of every sample (task=evaluate), for data with classes; None: nobody asks.
+        lanes: devices of this process, `device` first (none: that alone); the model is copied to the others each time.
     """
 
     split: Split
@@ -47,6 +48,7 @@ class Evaluator:
     after: Callable[[nn.Module, int], None] = lambda model, behind: None
     answers: Answers | None = None
     seed: Callable[[int, int], None] = lambda step, batch: None
+    lanes: Sequence[torch.device] = ()
 
     def batches(self) -> int:
         return -(-len(self.split) // self.batch_size)
@@ -100,23 +102,31 @@ class Evaluator:
 
     def _slots(self, model: nn.Module, step: int) -> Tensor:
         """(batches, 4) in the widest type: loss summed over samples, samples, correct, correct within the first TOP."""
-        slots = torch.zeros(self.batches(), 4, dtype=accelerator.widest(self.device), device=self.device)
+        lanes, dtype = list(self.lanes) if len(self.lanes) > 1 else [self.device], accelerator.widest(self.device)
+        slots = [torch.zeros(self.batches(), 4, dtype=dtype, device=device) for device in lanes]
+        models = nn.parallel.replicate(model, lanes, detach=True) if len(lanes) > 1 else [model]
         mine = range(self.ranks.rank, self.batches(), self.ranks.world_size)
-        for i, (inputs, targets) in zip(mine, self.source.batches(self.requests()), strict=True):
+        for k, (i, (inputs, targets)) in enumerate(zip(mine, self.source.batches(self.requests()), strict=True)):
+            lane = k % len(lanes)  # nothing waits for a device, so the next one starts beside it
+            if lane:
+                inputs, targets = (t.to(lanes[lane], non_blocking=True) for t in (inputs, targets))
             self.seed(step, i)
             with self.precision.evaluation(self.device):
-                output = to_fp32(model(inputs))
-            loss = self.criterion(output, targets)
-            n = len(targets)
-            loss = loss.to(slots.dtype)
-            slots[i, 0] = loss * n if self.averages else loss
-            slots[i, 1] = n
-            if self.num_classes:
-                top = output.topk(min(TOP, output.shape[1]), dim=1).indices
-                best = top == targets.unsqueeze(1)
-                slots[i, 2] = best[:, 0].sum()
-                slots[i, 3] = best.sum()
-                if self.answers is not None:
-                    self.answers.take(i * self.batch_size, output, top[:, 0], targets)
+                output = to_fp32(models[lane](inputs))
+            self._count(i, slots[lane][i], output, targets)
         self.after(model, -(-self.batches() // self.ranks.world_size) - len(mine))
-        return slots
+        return sum((part.to(self.device, non_blocking=True) for part in slots[1:]), slots[0])  # each filled in one of them
+
+    def _count(self, i: int, slot: Tensor, output: Tensor, targets: Tensor) -> None:
+        """Fill the slot (4,) of batch i."""
+        loss, n = self.criterion(output, targets), len(targets)
+        loss = loss.to(slot.dtype)
+        slot[0] = loss * n if self.averages else loss
+        slot[1] = n
+        if self.num_classes:
+            top = output.topk(min(TOP, output.shape[1]), dim=1).indices
+            best = top == targets.unsqueeze(1)
+            slot[2] = best[:, 0].sum()
+            slot[3] = best.sum()
+            if self.answers is not None:
+                self.answers.take(i * self.batch_size, output, top[:, 0], targets)

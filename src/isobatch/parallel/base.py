@@ -60,6 +60,9 @@ class Single:
         Raises:
             ConfigError: with a way out.
         """
+        if config.reduction.exact and config.model.batch_norm == "sync":
+            raise ConfigError("model.batch_norm", "sync", "sums its statistics over ranks in an order that depends on the plan",
+                              "set model.batch_norm=shard or reduction=fast")  # fmt: skip
 
     def shard_count(self, replicas: int) -> int:
         """Parts that weights, gradients and optimizer state are cut into; 1 = every replica holds them whole."""

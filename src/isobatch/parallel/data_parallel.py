@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from isobatch.config import Config
     from isobatch.data.feed import MicroBatch
     from isobatch.runtime.distributed import Ranks
 
@@ -39,6 +40,12 @@ class DataParallel(Single):
     @property
     def known_replicas(self) -> int | None:
         return self.replicas
+
+    def check_with(self, config: Config) -> None:
+        super().check_with(config)
+        if config.model.batch_norm == "sync":
+            raise ConfigError("model.batch_norm", "sync", "torch's SyncBatchNorm is for processes, and parallel=dp has one",
+                              "set parallel=ddp, or model.batch_norm=shard")  # fmt: skip
 
     def num_replicas(self, ranks: Ranks, device: torch.device) -> int:
         lanes = len(self.lane_devices(device))

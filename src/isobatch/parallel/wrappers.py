@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isobatch.errors import JobFailed
+from isobatch.errors import ConfigError, JobFailed
 from isobatch.parallel.completion import Completion, zero
 from isobatch.parallel.unused import trainable
-from isobatch.train.batch_norm import tracking_layers
+from isobatch.train.batch_norm import learning_layers
 
 if TYPE_CHECKING:
     from isobatch.parallel import DistributedDataParallel as Options
@@ -138,23 +138,54 @@ def mean_hook(state: tuple[torch.dtype | None, float, float], bucket: dist.GradB
 
 
 class ShardedDataParallel(nn.DataParallel):
-    """DataParallel whose chunk i is shard i: torch's own cut into equal chunks would mix unequal shards."""
+    """DataParallel whose chunk i is shard i: torch's own cut into equal chunks would mix unequal shards.
+
+    Each replica computes under the autocast of the thread that asks (a thread has its own, and torch hands on whether
+    there is one, but not its dtype), and on running statistics of its own: torch gives the first replica the model's
+    very buffers, which must not change between its forward and its backward.
+    """
 
     shard_sizes: tuple[int, ...] = ()
 
     def __init__(self, model: nn.Module, devices: list[torch.device]):
+        if model._compiled_call_impl is not None:
+            raise ConfigError("compile", True, "replicas of nn.DataParallel would run what was compiled for the first of them",
+                              "set parallel=ddp or compile=false")  # fmt: skip
         super().__init__(model, device_ids=devices, output_device=devices[0])
+        self.layers = learning_layers(model)
 
     def forward(self, inputs: Tensor) -> Any:
         if len(self.shard_sizes) == 1:
             return self.module(inputs)
         output = super().forward(inputs)
-        average_statistics(self.module, self.copies)
+        self._average_statistics()
         return output
 
     def replicate(self, module: nn.Module, device_ids: Any) -> Any:
-        self.copies = super().replicate(module, device_ids)
-        return self.copies
+        copies = super().replicate(module, device_ids)
+        self.statistics: list[Tensor] = []
+        if self.layers:
+            mine = torch.cat([b.reshape(-1) for b in self._buffers_of(self.layers)])
+            for copy, device in zip(copies, device_ids, strict=True):
+                self.statistics.append(mine.to(torch.device(self.src_device_obj.type, device), non_blocking=True))
+                parts = iter(torch.split(self.statistics[-1], [b.numel() for b in self._buffers_of(self.layers)]))
+                for layer in learning_layers(copy):
+                    layer._buffers["running_mean"], layer._buffers["running_var"] = next(parts), next(parts)
+        return copies
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        kind = self.src_device_obj.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        caches = torch.is_autocast_cache_enabled()
+
+        def under_autocast(replica: nn.Module) -> Any:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches):
+                    return replica(*args, **kwargs)
+
+            return forward
+
+        return super().parallel_apply([under_autocast(replica) for replica in replicas], inputs, kwargs)
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         (batch,) = inputs
@@ -163,12 +194,16 @@ class ShardedDataParallel(nn.DataParallel):
         moved = tuple((c.to(d, non_blocking=True),) for c, d in zip(chunks, self.device_ids, strict=False))
         return moved, tuple({} for _ in moved)
 
+    @staticmethod
+    def _buffers_of(layers: Any) -> list[Tensor]:
+        return [b for layer in layers for b in (layer.running_mean, layer.running_var)]
 
-@torch.no_grad()
-def average_statistics(model: nn.Module, copies: list[nn.Module]) -> None:
-    """Bring the running statistics of all `copies` together in `model`: torch would keep those of the first alone."""
-    of_copies = [[b for layer in tracking_layers(c) for b in (layer.running_mean, layer.running_var)] for c in copies]
-    mine = [b for layer in tracking_layers(model) for b in (layer.running_mean, layer.running_var)]
-    for buffer, *others in zip(mine, *of_copies, strict=True):
-        assert buffer is not None
-        buffer.copy_(torch.stack([o.to(buffer.device) for o in others if o is not None]).mean(0))
+    @torch.no_grad()
+    def _average_statistics(self) -> None:
+        """Leave the mean over the replicas in the model: torch would keep the statistics of the first alone."""
+        if self.statistics:
+            home = self.statistics[0].device
+            mean = torch.stack([flat.to(home, non_blocking=True) for flat in self.statistics]).mean(0)
+            mine = self._buffers_of(self.layers)
+            parts = torch.split(mean, [b.numel() for b in mine])
+            torch._foreach_copy_(mine, [part.view(b.shape) for part, b in zip(parts, mine, strict=True)])

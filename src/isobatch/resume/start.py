@@ -33,6 +33,7 @@ log = logging.getLogger("isobatch")
 DATA_FACTS = {"train_samples": "data", "eval_samples": "data", "num_classes": "data", "input_shape": "data",
               "samples_per_epoch": "sampler"}  # fmt: skip
 CUT = {"micro_batch", "num_shards"}  # compared by a rule of its own, not as identity
+CUT_BY = {"micro_batch": "batch.micro"}
 
 
 class Resume:
@@ -133,12 +134,13 @@ class Resume:
             raise self._unfit("its plan is incomplete") from None
         return effective, micro, accumulation
 
-    def check(self, plan: Mapping[str, Any], identity: Mapping[str, Any], exact: bool, batch_norm: bool,
-              steps_per_epoch: int) -> list[str]:  # fmt: skip
+    def check(self, plan: Mapping[str, Any], identity: Mapping[str, Any], exact: bool,
+              batch_norm: Mapping[str, str], steps_per_epoch: int) -> list[str]:  # fmt: skip
         """Compare the numbers of this plan with the saved ones; returns lines for a person.
 
         Args:
-            plan: as saved (see Run.about). exact: reduction=exact. batch_norm: shards decide its statistics.
+            plan: as saved (see Run.about). exact: reduction=exact. batch_norm: numbers of the plan that
+                decide its statistics -> the setting to name.
         Raises:
             ConfigError: the contract has changed, or the run is further than its new end.
         """
@@ -149,9 +151,9 @@ class Resume:
         if not self.task.trains:
             return self.notes
         changed = contract.facts_changed(before, plan, {"effective_batch": "batch.effective", **DATA_FACTS})
-        cut = contract.facts_changed(before, plan, {"micro_batch": "batch.micro"})
+        cut = contract.facts_changed(before, plan, CUT_BY)
         if exact or batch_norm:
-            changed += cut
+            changed += contract.facts_changed(before, plan, {**CUT_BY, **batch_norm})
         elif cut:
             self.notes.append(f"{cut[0]}: the shards are cut anew, so dropout draws anew and sums round anew")
         self._refuse(changed)
