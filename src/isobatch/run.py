@@ -58,7 +58,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
         if ranks.is_main:
             task.alone(config, run_dir)
         return None
-    run = Run(config, run_dir, ranks)
+    run = Run(task.settled(config, ranks), run_dir, ranks)
     try:
         run.build()
         gc.enable()  # off since the start of the program: see cli.main

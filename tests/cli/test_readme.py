@@ -21,6 +21,7 @@ ADDED = {
     "experiment=finetune": f"{FEW} model.arch=test_convnext model.pretrained=false batch.effective=6 data.image_size=32",
     "experiment=digits": FEW,
     "task=export": "",
+    "task=replay": "replay.from=0",
     "photos": f"{SHORT} batch.effective=6 batch.micro=2 data.image_size=32",
     "hydra.run.dir=runs/first": "model=mlp logger=none",
     "resume=runs/first epochs": "",
@@ -80,7 +81,7 @@ pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on 
 # many ranks or many jobs: their parts have small tests of their own, so these run in `make test-all`
 LONG = ("experiment=article", "reduction=exact batch.micro=8", "task=plan", "sweep.tolerance=0", "experiment=strategies",
         "experiment=digits", "experiment=finetune", "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "sweep.dry_run",
-        "photos", "task=evaluate", "task=export", "resume=runs/first epochs")  # fmt: skip
+        "photos", "task=evaluate", "task=export", "task=replay", "resume=runs/first epochs")  # fmt: skip
 
 
 @pytest.mark.timeout(220)

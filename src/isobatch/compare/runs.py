@@ -99,7 +99,7 @@ def compare_two(first: tuple[str, Path], other: tuple[str, Path]) -> Comparison:
     plans = [read_mapping(folder, "plan.json")[0] for folder in (here, there)]
     summaries = [read_mapping(folder, "summary.json")[0] for folder in (here, there)]
     contract = {change.key for change in differences(*configs)}
-    changed = [change for change in _changes(*map(flat, configs)) if not change.key.startswith("hydra.")]
+    changed = [change for change in as_changes(*map(flat, configs)) if not change.key.startswith("hydra.")]
     digests = [summary.get("weights_sha256") for summary in summaries]
     weights = digests[0] == digests[1] if all(digests) else None
     return Comparison(
@@ -107,9 +107,9 @@ def compare_two(first: tuple[str, Path], other: tuple[str, Path]) -> Comparison:
         other=there_name,
         contract=[c for c in changed if c.key in contract],
         plan=[c for c in changed if c.key not in contract]
-        + _changes(*({key: plan[key] for key in BATCH + LENGTH if key in plan} for plan in plans)),
-        identity=_changes(*(flat(_dict(plan.get("identity"))) for plan in plans)),
-        data=_changes(*(flat(_dict(plan.get("data_fingerprint"))) for plan in plans)),
+        + as_changes(*({key: plan[key] for key in BATCH + LENGTH if key in plan} for plan in plans)),
+        identity=as_changes(*(flat(_dict(plan.get("identity"))) for plan in plans)),
+        data=as_changes(*(flat(_dict(plan.get("data_fingerprint"))) for plan in plans)),
         rows=compare_rows(here / "metrics.jsonl", there / "metrics.jsonl"),
         weights=weights,
         tensors=differing_tensors(here, there) if weights is False else {},
@@ -120,7 +120,7 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _changes(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[Change]:
+def as_changes(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[Change]:
     """Of keys that both sides know: an option that only one has came or went between versions."""
     return [Change(key, here[key], there[key]) for key in here if key in there and not same(here[key], there[key])]
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from isobatch.batch_plan import resolve_batch
 from isobatch.checks import complaint, way_to_option
-from isobatch.config.schema import BatchOptions, Config, CostOptions, Settings, SweepOptions
+from isobatch.config.schema import BatchOptions, Config, CostOptions, ReplayOptions, Settings, SweepOptions
 from isobatch.config.tables import TABLES
 from isobatch.errors import ConfigError
 
@@ -39,10 +39,13 @@ def load(plain: Mapping[str, Any]) -> Config:
     batch = typed(BatchOptions, scalars.pop("batch", {}), "batch.")
     sweep = typed(SweepOptions, scalars.pop("sweep", {}), "sweep.")
     cost = typed(CostOptions, scalars.pop("cost", {}), "cost.")
+    again = {"start" if key == "from" else key: value for key, value in scalars.pop("replay", {}).items()}
+    replay = typed(ReplayOptions, again, "replay.")
     settings = typed(Settings, scalars, "")
     groups = {group: options(group, plain.get(group)) for group in TABLES}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
-    config = Config(**{**values, **groups, "batch": batch, "sweep": sweep, "cost": cost, "plain": dict(plain)})
+    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay, "plain": dict(plain)}
+    config = Config(**{**values, **groups})
     check_together(config)
     return config
 

@@ -71,6 +71,25 @@ class CostOptions:
 
 
 @dataclass(frozen=True)
+class ReplayOptions:
+    """Which steps `task=replay` trains again.
+
+    Args:
+        start: `replay.from`: the step of a checkpoint, 0 = from the seed; null = the earliest checkpoint.
+        steps: how many; null = all that the run has recorded.
+    """
+
+    start: int | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.start is not None:
+            within("replay.from", self.start, 0, 1e15)
+        if self.steps is not None:
+            positive("replay.steps", self.steps)
+
+
+@dataclass(frozen=True)
 class Settings:
     """The top-level keys that are no group."""
 
@@ -78,11 +97,12 @@ class Settings:
     seed: int = option(0, resume="contract")
     epochs: int | None = option(15, resume="free")
     steps: int | None = option(None, resume="free")
-    # BatchOptions, SweepOptions and CostOptions: built on their own, since OmegaConf cannot fill a frozen dataclass inside
+    # BatchOptions, SweepOptions, ...: built on their own, since OmegaConf cannot fill a frozen dataclass inside
     # another one
     batch: Any = option(None, resume="free", speed=True)  # a resume compares its numbers
     sweep: Any = option(None, resume="free")
     cost: Any = option(None, resume="free")
+    replay: Any = option(None, resume="free")
     max_grad_norm: float | None = option(None, resume="contract")
     log_every: int = option(10, resume="free")
     eval_every: int | None = option(None, resume="free")

@@ -67,7 +67,8 @@ class Resume:
                 return reading.read(own)
             aside = Folder(own / "checkpoints").put_aside()
             log.warning("checkpoint.resume=never: this run starts over, its earlier checkpoints are in %s", aside)
-        return None if named is None else reading.read(named, config.checkpoint.load)
+        # step 0 is the seed's: no checkpoint says more about it than the settings do
+        return None if named is None or config.checkpoint.load == "step-0" else reading.read(named, config.checkpoint.load)
 
     def _find_begun(self) -> Saved | None:
         """An attempt of this very run in this folder that was killed before its first checkpoint."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from isobatch.checkpoint.reading import Saved
     from isobatch.config import Config
     from isobatch.data import DataInfo
+    from isobatch.runtime.distributed import Ranks
     from isobatch.train.loop import Loop
 
 
@@ -63,6 +64,10 @@ class Task:
         """
         if self.needs_run and config.resume is None:
             raise ConfigError("resume", None, f"task={self.name} needs a run to {self.name}", "set resume=<run folder>")
+
+    def settled(self, config: Config, ranks: Ranks) -> Config:
+        """`config` as the task needs it: what it decides itself, before anything is built. On every rank alike."""
+        return config
 
     def alone(self, config: Config, run_dir: Path) -> None:
         """On the main rank, where nothing is built."""
