@@ -85,7 +85,7 @@ def test_no_more_files_are_open_than_allowed(tars: Path, monkeypatch: pytest.Mon
 
 def test_members_may_lie_anywhere_and_labels_be_words(tmp_path: Path) -> None:
     """Sorted by kind, other members beside, upper case, two dots, folders: grouped by name all the same."""
-    images = [(f"{name}.JPG", jpeg(shade)) for name, shade in (("a/x.7", 30), ("b/x", 60))]
+    images = [(f"{name}.JPG", jpeg(shade)) for name, shade in (("a/x.7", 30), ("b/x", 60), ("b/x.7", 70))]
     notes = [("README.json", b"{}"), ("._junk.jpg", b"?"), ("b/x.seg.png", b"?"), ("b/x.txt", b" dog\n"), ("b/x.pyd", b"?")]
     write(tmp_path / "train-0.tar", ("a/x.txt", b"cat"), *notes, ("a/x.jpg", jpeg(20)), *images)
     write(tmp_path / "val-0.tar", ("k.json", json.dumps({"label": "cat"}).encode()), ("k.webp", jpeg(90)))
@@ -93,7 +93,7 @@ def test_members_may_lie_anywhere_and_labels_be_words(tmp_path: Path) -> None:
     assert splits.info.class_names == ("cat", "dog") and shades(splits.train) == [2, 6]
     assert splits.train.targets().tolist() == [0, 1] and splits.eval.targets().tolist() == [0]
     two = data(tmp_path, image_member="7.jpg", train_tars="train-0.tar", eval_tars="train-0.tar").load(None, 0)
-    assert shades(two.train) == [3]
+    assert shades(two.train) == [3, 7]
 
 
 def test_an_index_is_made_once_and_only_kept_while_it_is_true(tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
