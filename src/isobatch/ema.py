@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class NoEma:
     name: str = "none"
 
+    def note(self, updates: int) -> None:
+        return None
+
     def build(self, model: nn.Module) -> None:
         return None
 
@@ -34,13 +37,21 @@ class Ema:
 
     name: str = "ema"
     decay: float = 0.999
-    warmup: bool = False
+    warmup: bool = True
     device: str | None = option(None, resume="identity")
 
     def __post_init__(self) -> None:
         within("ema.decay", self.decay, 0, 1)
         if self.device is not None and not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", self.device):
             raise ConfigError("ema.device", self.device, "is no device", "set ema.device=null or cpu")
+
+    def note(self, updates: int) -> str | None:
+        """What a person should know of this average in a run of so many updates."""
+        memory = round(1 / (1 - self.decay)) if self.decay < 1 else updates + 1
+        if memory <= updates:
+            return None
+        return (f"ema.decay={self.decay:g} averages over {'all' if self.decay >= 1 else f'about {memory}'} updates, more than "
+                f"the {updates} of this run: its first weights still count at the end; lower ema.decay")  # fmt: skip
 
     def build(self, model: nn.Module) -> Any:
         import torch

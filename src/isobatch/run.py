@@ -133,6 +133,8 @@ class Run:
         resumed = self.resume.check(facts, identity, config.reduction.exact, together, plan.windows_per_epoch)
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
         notes = [*splits.info.notes, *resumed, *chosen.words]
+        if self.task.trains and (note := config.ema.note(total)):
+            notes.append(note)
         notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
         view = {"data": plan_notes.data(splits), **plan_notes.view(config, plan, total, self.world, device), **ahead.view}
         self.console.plan(view, notes)

@@ -25,6 +25,8 @@ __all__ = ["MARKS", "TABLE", "Checkpoint", "Checkpointer", "NoCheckpoint", "Save
 
 # What is better is stated, never guessed from a name; these are the evaluation's own metrics.
 KNOWN = {"eval/loss": "min", "eval/accuracy": "max", "eval/accuracy_top5": "max"}
+# the same of the weights as trained, beside an average of them
+KNOWN |= {metric.replace("eval/", "eval/raw_"): direction for metric, direction in KNOWN.items()}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class NoCheckpoint:
             again); `never` starts over and puts them aside.
         load: which checkpoint `resume=RUN` means: last, best or step-N.
         weights: which of its weights task=evaluate and task=export take: `ema` (the average), `raw` (those that were
-            trained), `auto` (the average, where the run kept one).
+            trained), `auto` (the average, where the run kept one; of `best` the better of the two).
     """
 
     name: str = "none"
@@ -102,6 +104,22 @@ class Checkpoint(NoCheckpoint):
             return "eval/accuracy" if "eval/accuracy" in result else "eval/loss"
         return self.best
 
+    def better(self, best: dict[str, dict[str, float]], result: dict[str, float]) -> str | None:
+        """Which weights are better than ever by the metric that `best` follows: `ema` (or all there are), `raw`, or None."""
+        followed = self.followed(result)
+        if followed is None or (direction := self.direction(followed)) is None:
+            return None
+        raw = followed.replace("eval/", "eval/raw_")
+        sign = 1 if direction == "max" else -1
+        kinds = ("ema", followed, "eval/loss"), ("raw", raw, "eval/raw_loss")
+        found = {which: sign * result[key] for which, key, loss in kinds
+                 if key in result and math.isfinite(result[key]) and math.isfinite(result.get(loss, 0.0))}  # fmt: skip
+        if not found:
+            return None
+        which = max(found, key=lambda name: found[name])  # the average, where both are alike
+        before = [sign * best[key]["value"] for key in (followed, raw) if key in best]
+        return which if all(found[which] > value for value in before) else None
+
     def improved(self, best: dict[str, dict[str, float]], result: dict[str, float], step: int) -> list[str]:
         """Enter what is better than ever into `best` (metric -> value and step); returns those metrics.
 
@@ -111,7 +129,8 @@ class Checkpoint(NoCheckpoint):
         found = []
         for metric, value in result.items():
             direction = self.direction(metric)
-            if direction is None or not (math.isfinite(value) and math.isfinite(result.get("eval/loss", 0.0))):
+            if direction is None or not (math.isfinite(value) and math.isfinite(result.get(
+                    "eval/raw_loss" if metric.startswith("eval/raw_") else "eval/loss", 0.0))):
                 continue
             sign = 1 if direction == "max" else -1
             if metric not in best or sign * value > sign * best[metric]["value"]:

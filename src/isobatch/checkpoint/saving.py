@@ -78,12 +78,13 @@ class Checkpointer:
         self.memory = snapshot.memory
         names = ["last", "best"] if is_best else ["last"]
         # a daemon: the second Ctrl-C must not wait for a disk
-        self.thread = threading.Thread(target=self._write, args=(snapshot, state.step, names), daemon=True)
+        raw = is_best and state.better == "raw"  # what is best is what the file of weights holds
+        self.thread = threading.Thread(target=self._write, args=(snapshot, state.step, names, raw), daemon=True)
         self.thread.start()
 
-    def _write(self, snapshot: Any, step: int, names: list[str]) -> None:
+    def _write(self, snapshot: Any, step: int, names: list[str], raw: bool) -> None:
         try:
-            self._write_files(snapshot.ready(), step, names)
+            self._write_files(snapshot.ready(), step, names, raw)
             self.failure, self.saved_step = None, step
         except Exception as error:  # whatever it is, it must not end the training
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
@@ -91,7 +92,7 @@ class Checkpointer:
             stays = "no earlier one" if self.saved_step is None else f"the one of step {self.saved_step} stays"
             log.warning("%s; training goes on, %s", self.failure, stays)
 
-    def _write_files(self, tree: dict[str, Any], step: int, names: list[str]) -> None:
+    def _write_files(self, tree: dict[str, Any], step: int, names: list[str], raw: bool = False) -> None:
         import torch
         from safetensors.torch import save_file
 
@@ -107,7 +108,7 @@ class Checkpointer:
         with HashedFile(part / STATE) as file:
             torch.save(tree, file)  # type: ignore[arg-type]  # it only writes
         files[STATE] = file.entry()
-        weights = {name: tensor.contiguous() for name, tensor in (tree["ema"] or tree["model"]).items()}
+        weights = {name: tensor.contiguous() for name, tensor in ((None if raw else tree["ema"]) or tree["model"]).items()}
         signature = Signature.read(self.about.get("plan", {}))  # so that the file alone says what its outputs stand for
         save_file(weights, part / WEIGHTS, metadata={"format": "pt"} | (signature.metadata() if signature else {}))
         files[WEIGHTS] = hash_of(part / WEIGHTS)

@@ -14,7 +14,7 @@ from isobatch.config import marked
 from isobatch.config.tables import MARKS, TABLES
 
 # options whose default has changed, or that are newer than some runs -> what those runs did; a resumed run goes on like that
-EARLIER: dict[str, dict[str, Any]] = {"data": {"exif": "ignore"}}
+EARLIER: dict[str, dict[str, Any]] = {"data": {"exif": "ignore"}, "ema": {"warmup": False}}
 
 
 @dataclass(frozen=True)

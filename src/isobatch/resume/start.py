@@ -219,7 +219,7 @@ class Resume:
             return
         if self.config.checkpoint.weights == "ema" and (state.ema is None or not self.saved.state["ema"]):
             raise no_average(self.saved)
-        if self.config.checkpoint.weights == "raw" or not self.saved.state["ema"]:
+        if chosen(self.saved, self.config.checkpoint) == "raw":
             state.ema = None
 
     def adopt(self, checkpointer: Checkpointer) -> None:
@@ -254,6 +254,14 @@ class Resume:
         assert self.saved is not None
         return ConfigError("resume", self.saved.path, f"does not fit this run: {problem}",
                            "resume with the settings that the run was made with")  # fmt: skip
+
+
+def chosen(saved: Saved, options: Any) -> str:
+    """`ema` or `raw`: which of its weights group `checkpoint` asks for. Of `best`, `auto` takes those that made it the best."""
+    if options.weights == "raw" or not saved.state["ema"]:
+        return "raw"
+    found_better = options.load == "best" and saved.state["counters"].get("better") == "raw"
+    return "raw" if options.weights == "auto" and found_better else "ema"
 
 
 def no_average(saved: Saved) -> ConfigError:

@@ -30,7 +30,7 @@ from isobatch.config import Config
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
 from isobatch.resume.signature import Signature
-from isobatch.resume.start import no_average
+from isobatch.resume.start import chosen, no_average
 from isobatch.run_folder.files import write_json
 
 log = logging.getLogger("isobatch")
@@ -47,7 +47,7 @@ def export(config: Config, run_dir: Path) -> Path:
         ConfigError: it is not there, its model cannot be built or traced, or an exported file answers otherwise.
     """
     saved = read(Path(str(config.resume)), config.checkpoint.load)
-    weights, which = chosen_weights(saved, config.checkpoint.weights)
+    weights, which = chosen_weights(saved, config.checkpoint)
     info = data_info(saved)
     node = {**saved.state["config"]["model"]}
     model = built(node, info, weights, saved)
@@ -70,11 +70,11 @@ def export(config: Config, run_dir: Path) -> Path:
     return folder
 
 
-def chosen_weights(saved: Saved, wish: str) -> tuple[dict[str, Any], str]:
+def chosen_weights(saved: Saved, options: Any) -> tuple[dict[str, Any], str]:
     """(weights, `ema` or `raw`). Raises ConfigError where an average is asked for that is not there."""
-    if wish == "ema" and not saved.state["ema"]:
+    if options.weights == "ema" and not saved.state["ema"]:
         raise no_average(saved)
-    which = "raw" if wish == "raw" or not saved.state["ema"] else "ema"
+    which = chosen(saved, options)
     return saved.state["ema" if which == "ema" else "model"], which
 
 

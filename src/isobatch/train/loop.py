@@ -143,10 +143,7 @@ class Loop:
         if not (evaluates or saves or signum):
             return
         self.clock.lap()
-        improved: list[str] = []
-        if evaluates and not signum:
-            improved = self.evaluate()
-        is_best = self.checkpointer.options.followed(self.last_eval) in improved
+        is_best = bool(evaluates and not signum and self.evaluate(both=True))
         if signum or saves or is_best:
             self.checkpointer.save(state, is_best)
         if signum:
@@ -154,14 +151,22 @@ class Loop:
             raise Stopped(signum)
         self.clock.restart()
 
-    def evaluate(self) -> list[str]:
-        """Evaluate the model (its EMA, where there is one); returns the metrics that are now at their best."""
-        state = self.state
+    def evaluate(self, both: bool = False) -> bool:
+        """Evaluate the model (its EMA, where there is one); returns whether what `best` follows is now better than ever.
+
+        `both`: the weights as trained too, as `eval/raw_*`; then `best` is the better of the two.
+        """
+        state, options = self.state, self.checkpointer.options
         model = state.model if state.ema is None else state.ema.module
         result = self.evaluator(model, state.step)
+        if both and state.ema is not None:
+            raw = self.evaluator(state.model, state.step)
+            result |= {key.replace("eval/", "eval/raw_"): value for key, value in raw.items() if key != "eval/samples"}
         row: dict[str, Any] = {"step": state.step, "update": state.update, "samples": state.samples, **result}
         self.last_eval, state.evaluated = result, state.step
-        improved = self.checkpointer.options.improved(state.best, result, state.step)
+        better = options.better(state.best, result)
+        state.better = better or state.better
+        improved = options.improved(state.best, result, state.step)
         memory = self.ranks.gather_objects(accelerator.peak_memory_mb(self.parts.device)) or []
         self.logger.log({**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},
                          **{f"memory/rank{rank}_mb": peak for rank, peak in enumerate(memory)}})  # fmt: skip
@@ -170,7 +175,7 @@ class Loop:
             row["weights"] = [round(w, 6) for w in flat[: self.log_weights].tolist()]
         self.files.row(row)
         self.console.evaluation(row, improved)
-        return improved
+        return better is not None
 
     def show_predictions(self, info: DataInfo, count: int) -> None:
         """What the model says of the first `count` evaluated images, to the logger. All ranks run it."""

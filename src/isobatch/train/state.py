@@ -23,6 +23,7 @@ class TrainState:
         step: windows consumed; update: updates applied; samples: consumed, over all ranks.
         evaluated: the step of the latest evaluation: one that a stop left out is made up for.
         best: metric -> {"value": float, "step": int}.
+        better: which weights the latest evaluation found the better ones, `ema` (or all there are) or `raw`.
         logger_run_id: so that a resumed run goes on in the same logger run.
     """
 
@@ -37,9 +38,10 @@ class TrainState:
     samples: int = 0
     evaluated: int = 0
     best: dict[str, dict[str, float]] = field(default_factory=dict)
+    better: str = "ema"
     logger_run_id: str | None = None
 
-    COUNTERS = ("step", "update", "skipped_steps", "samples", "evaluated", "best", "logger_run_id")
+    COUNTERS = ("step", "update", "skipped_steps", "samples", "evaluated", "best", "better", "logger_run_id")
 
     def __post_init__(self) -> None:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -77,7 +79,8 @@ class TrainState:
         if self.reducer is not None:
             self.reducer.load_state_dict(state["reducer"])
         for name in self.COUNTERS:
-            setattr(self, name, state["counters"][name])
+            if name in state["counters"] or name != "better":  # newer than some checkpoints
+                setattr(self, name, state["counters"][name])
 
 
 def weights_sha256(model: nn.Module) -> str:
