@@ -71,9 +71,9 @@ def test_evaluation_and_saving_may_take_longer_than_a_collective(tmp_path: Path,
     """Two ranks, a model with batch norm, a limit of 3 s; evaluating takes 4 s on one rank more, saving takes 6 s."""
     slots = Evaluator._slots
 
-    def slow(self, model):
+    def slow(self, model, step):
         time.sleep(4)  # on every rank: the work is shared, so nobody waits alone
-        return slots(self, model)
+        return slots(self, model, step)
 
     import safetensors.torch
 

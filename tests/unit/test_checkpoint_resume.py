@@ -190,8 +190,8 @@ def test_evaluate_takes_the_checkpoint_that_is_asked_for(tmp_path: Path, whole: 
 
 
 def test_the_best_model_moves_with_the_run(tmp_path: Path, monkeypatch) -> None:
-    script = iter([0.9, 0.5, 0.4, 0.3])
-    monkeypatch.setattr(Evaluator, "__call__", lambda self, model: {
+    script = iter([value for value in (0.9, 0.5, 0.4, 0.3) for _ in range(2)])  # the average and the trained weights
+    monkeypatch.setattr(Evaluator, "__call__", lambda self, model, step: {
         "eval/loss": 1.0, "eval/accuracy": next(script), "eval/samples": 8})  # fmt: skip
     train_and_stop(tmp_path / "run", 5, *RICH)
     train(tmp_path / "rest", *RICH, f"resume={tmp_path / 'run'}")

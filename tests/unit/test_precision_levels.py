@@ -212,7 +212,7 @@ def test_pure_half_keeps_batch_norm_on_request_and_casts_by_itself() -> None:
 
 def test_the_average_of_half_weights_is_fp32_and_moves() -> None:
     model = HalfModel(Scaled(1.0), torch.float16, False).module
-    average = Ema(decay=0.999).build(model)
+    average = Ema(decay=0.999, warmup=False).build(model)
     with torch.no_grad():
         model.w.fill_(0.5)
     for update in range(1000):
