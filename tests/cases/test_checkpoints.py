@@ -214,7 +214,7 @@ def test_case_23_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Pat
 def test_case_24_the_best_score_survives_a_resume(tmp_path: Path, monkeypatch, metric, scores, best) -> None:
     script = iter(scores)
 
-    def scripted(self, model):
+    def scripted(self, model, step):
         loss = {"eval/loss": next(script)} if metric == "eval/loss" else {"eval/loss": 1.0, metric: next(script)}
         return {**loss, "eval/samples": 12}
 
