@@ -135,7 +135,7 @@ def test_all_ranks_end_with_the_same_line(tmp_path: Path, strategy: str, words: 
             run.run_job(faulty(fault, *words, f"parallel={strategy}"), tmp_path / "run", ranks)
         return str(error.value)
 
-    lines = on_ranks(7, tmp_path / "ranks", work, timeout_s=60)
+    lines = on_ranks(7, tmp_path / "ranks", work)
     assert len(set(lines)) == 1
     assert "gives two results on rank " in lines[0] and "is the first module whose" in lines[0]
     assert strategy != "ddp" or "on rank 3; body.1 (ReadsStale) is the first module whose output differs" in lines[0]

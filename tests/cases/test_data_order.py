@@ -117,7 +117,7 @@ def test_workers_end_with_their_job_in_a_sweep_on_two_ranks(tmp_path: Path) -> N
              "seed=0,1", "model=mlp", "model.width=8", "logger=none", "data=synthetic", "data.samples=96",
              "data.eval_samples=24", "data.image_size=4", "augment=simple", "batch.effective=24"]  # fmt: skip
     done = subprocess.run([sys.executable, str(ROOT / "train.py"), *words], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+                          timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "can only test a child process" not in done.stderr and "Traceback" not in done.stderr
     assert len(list(tmp_path.glob("multirun/*/*/*/summary.json"))) == 2

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 COMMAND = [sys.executable, str(HERE / "standin_train.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(HERE / "standin_train.py")]
-LIMIT_S = 110
+LIMIT_S = 200
 
 
 @dataclass

@@ -24,7 +24,7 @@ QUICK = ["model=mlp", "model.width=16", "logger=none", "epochs=null", "steps=3",
 
 
 def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TRAIN), *words], cwd=folder, capture_output=True, text=True, timeout=150)
+    return subprocess.run([sys.executable, str(TRAIN), *words], cwd=folder, capture_output=True, text=True, timeout=200)
 
 
 def test_a_relaunched_sweep_skips_what_is_complete_and_ends_in_a_comparison(tmp_path: Path) -> None:

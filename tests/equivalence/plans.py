@@ -204,7 +204,7 @@ def trace(made: dict[str, Any], folder: Path, ranks: Ranks) -> Trace:
     )  # fmt: skip
 
 
-def traces(folder: Path, plan: Plan, jobs: dict[str, dict[str, Any]], limit_s: float = 100) -> dict[str, list[Trace]]:
+def traces(folder: Path, plan: Plan, jobs: dict[str, dict[str, Any]], limit_s: float = 200) -> dict[str, list[Trace]]:
     """Every job on one plan, in one set of processes: name -> trace of each rank.
 
     One process is this one: what it imports on the way, the ranks that are forked later need not import again.
@@ -219,7 +219,7 @@ def traces(folder: Path, plan: Plan, jobs: dict[str, dict[str, Any]], limit_s: f
     try:
         if plan.num_ranks == 1:
             return {name: [found] for name, found in work(Ranks()).items()}
-        results = on_ranks(plan.num_ranks, folder / plan.name, work, timeout_s=60)
+        results = on_ranks(plan.num_ranks, folder / plan.name, work)
     finally:
         harness.TIME_LIMIT_S = before
     return {name: [result[name] for result in results] for name in jobs}

@@ -15,7 +15,7 @@ from isobatch import dashboard
 
 def run(*words: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "isobatch.dashboard", *words], env=environ, capture_output=True, text=True,
-                          stdin=subprocess.DEVNULL, timeout=60)  # fmt: skip
+                          stdin=subprocess.DEVNULL, timeout=200)  # fmt: skip
 
 
 def test_saved_workspace_is_the_one_of_the_dry_run(tmp_path: Path) -> None:

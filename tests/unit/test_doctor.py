@@ -56,7 +56,7 @@ def test_every_verb_has_a_help(verb: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_command_knows_its_version_and_its_verbs(tmp_path: Path) -> None:
     code = "import sys; sys.argv[1:] = ['--version']; from isobatch.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, f"isobatch {__version__}\n")
     assert run_verb(["compare", str(tmp_path / "nothing")]) == 2
     assert run_verb([]) is None and run_verb(["steps=3"]) is None

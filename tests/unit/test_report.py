@@ -163,7 +163,7 @@ def test_spreadsheets_and_terminals_get_no_commands(tmp_path: Path) -> None:
 def test_the_report_needs_no_torch(tmp_path: Path) -> None:
     write_run(tmp_path / "0", [1.0, 0.5])
     code = "import sys; sys.modules['torch'] = None; from isobatch.report.__main__ import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stdout
 

@@ -81,7 +81,7 @@ def chromium(profile: Path, url: str, *options: str) -> subprocess.CompletedProc
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     command += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--window-size=1400,1200", *options, url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 def console_lines(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -49,7 +49,7 @@ def app(tmp_path: Path) -> Path:
 
 def run(app: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "app.py", *overrides]
-    return subprocess.run(command, cwd=app, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=app, capture_output=True, text=True, timeout=200)
 
 
 def test_a_sweep_ends_in_a_report_and_a_plain_run_does_not(app: Path) -> None:

@@ -21,9 +21,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-PROBE_S = 3.0  # for the server to answer anything at all
-INIT_S = 10.0  # for it to take the run
-
 
 def say(kind: str, **content: Any) -> None:
     """A message to the trainer, which may be gone."""
@@ -31,7 +28,7 @@ def say(kind: str, **content: Any) -> None:
         print(json.dumps([kind, content]), flush=True)
 
 
-def answers(url: str, limit_s: float = PROBE_S) -> bool:
+def answers(url: str, limit_s: float) -> bool:
     """Whether something at `url` speaks HTTP within `limit_s`, names and connections included."""
     heard = threading.Event()
 
@@ -52,7 +49,7 @@ def answers(url: str, limit_s: float = PROBE_S) -> bool:
 def open_run(wandb: Any, job: dict[str, Any], began: float) -> Any:
     """The run: online if asked for and possible, else offline. Says which, and why."""
     mode = job["mode"]
-    if mode == "online" and not answers(job["base_url"]):
+    if mode == "online" and not answers(job["base_url"], job["probe_s"]):
         say("note", text=f"{job['base_url']} does not answer, so the run is written offline")
         mode = "offline"
     before = run_folders(job)
@@ -86,7 +83,7 @@ def init(wandb: Any, job: dict[str, Any], mode: str) -> Any:
     wanted = {
         "silent": True,
         "console": "off",  # a progress bar is no log; train.log is
-        "init_timeout": INIT_S,
+        "init_timeout": job["init_s"],
         "finish_timeout": job["finish_timeout_s"],
         "stop_fn": lambda: os.kill(trainer, signal.SIGTERM),  # "Stop run" in the browser: a checkpoint, then the end
         # the private ones below may go with any version, so they are passed only where they exist

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("isobatch")
 
 IMPORT_S = 60.0  # for the other process to import wandb; it began with the set-up of the run, so this is no wait
+PROBE_S = 3.0  # for the server to answer anything at all
+INIT_S = 10.0  # for it to take the run
 OPEN_S = 25.0  # for it to open the run, at worst: the probe, a try online, and then offline
 
 
@@ -70,7 +72,7 @@ class WeightsAndBiasesLogger(Logger):
             log.info("W&B: offline, %s", self.access.why)
         self._post("open", mode=self.access.mode, base_url=self.access.base_url, init=self._init(facts, plan),
                    system_metrics=self.options.system_metrics,
-                   finish_timeout_s=self.options.finish_timeout_s)  # fmt: skip
+                   finish_timeout_s=self.options.finish_timeout_s, probe_s=PROBE_S, init_s=INIT_S)  # fmt: skip
 
     def _init(self, facts: job_facts.JobFacts, plan: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of wandb.init, without those that an agent has put into the environment."""
