@@ -132,3 +132,17 @@ def test_a_resume_with_another_kernel_says_that_the_promise_drops(tmp_path: Path
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     train(tmp_path / "limited", *again)
     assert "promise drops" in (said := capsys.readouterr().out) and "ONEDNN_MAX_CPU_ISA=AVX2" in said
+
+
+def test_what_is_contract_and_what_decides_bits_stands_here_once_more() -> None:
+    """A mark that slips makes another training of a resumed one, without a word: whoever moves one moves it here too."""
+    of_groups = {group: mark.resume for group, mark in MARKS.items()}
+    assert of_groups == {
+        **dict.fromkeys(("sampler", "data", "augment", "model", "loss", "optimizer", "scheduler", "ema"), "contract"),
+        **dict.fromkeys(("precision", "reduction"), "identity"),
+        **dict.fromkeys(("parallel", "accumulation", "checkpoint", "logger"), "free"),
+    }
+    top = {key: mark.resume for key, mark in marked.top_level().items()}
+    assert {key for key, kind in top.items() if kind == "contract"} == {"seed", "max_grad_norm"}
+    assert {key for key, kind in top.items() if kind == "identity"} == {
+        "deterministic", "threads", "device", "compile", "channels_last"}  # fmt: skip

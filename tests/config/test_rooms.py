@@ -74,7 +74,8 @@ def test_the_step_is_on_one_screen_and_knows_no_strategy() -> None:
         ("omegaconf", {"config", "cli", "hydra_patches", "sweeps"}),
         ("wandb", {"logger", "dashboard"}),
         ("wandb_workspaces", {"dashboard"}),
-        ("timm", {"model", "augment", "data", "optimizer", "scheduler", "ema", "loss", "precision", "runtime"}),
+        ("timm", {"runtime"}),
+        ("pandas", set()),
         ("matplotlib", {"report", "evaluate"}),
         ("rich", {"console", "report"}),
         ("sklearn", {"data"}),
@@ -102,6 +103,55 @@ def test_groups_do_not_know_each_other(group: str) -> None:
         assert not known, f"{path.name} imports {known}"
         for forbidden in ("isobatch.run", "isobatch.train.loop", "isobatch.train.step", "isobatch.config", "isobatch.cli"):
             assert forbidden not in imports(path), f"{path.name} imports {forbidden}"
+
+
+def module(path: Path) -> str:
+    name = path.relative_to(SRC.parent).with_suffix("").as_posix().replace("/", ".")
+    return name.removesuffix(".__init__")
+
+
+def reached(start: str) -> dict[str, str]:
+    """Modules that `start` and what is in it import, and what those import: module -> who imports it."""
+    graph = {module(path): imports(path) for path in MODULES}
+    found: dict[str, str] = {}
+    open_ends = [name for name in graph if name == start or name.startswith(f"{start}.")]
+    while open_ends:
+        importer = open_ends.pop()
+        for name in graph[importer] & graph.keys():
+            if name not in found:
+                found[name] = importer
+                open_ends.append(name)
+    return found
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_group_reaches_the_config_through_others(group: str) -> None:
+    """Nor what starts, wires or drives a run: over as many arrows as there are."""
+    above = ("config", "run", "cli", "launch", "tasks", "train.loop", "train.step", "resume.start", "planner")
+    found = reached(f"isobatch.{group}")
+    for room_above in above:
+        at = [name for name in found if f"{name}.".startswith(f"isobatch.{room_above}.")]
+        assert not at, f"{group} reaches {at[0]} through {found[at[0]]}"
+
+
+def test_timm_is_imported_in_one_file() -> None:
+    """It brings wandb and torchvision along, which runtime/timm_import.py keeps out."""
+    assert [path.name for path in MODULES if "timm" in packages(path)] == ["timm_import.py"]
+
+
+def test_no_yaml_loader_but_the_safe_ones() -> None:
+    """The others make objects of what a file names: code of a foreign run folder would run."""
+    for path in [*MODULES, ROOT / "train.py"]:
+        tree = ast.parse(path.read_text())
+        of_yaml = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)} & {"yaml", "yaml.loader", "yaml.cyaml"}
+        assert not of_yaml, f"{path} takes a loader by name"
+        if "yaml" not in packages(path):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "yaml":
+                assert node.attr in ("safe_load", "SafeLoader", "YAMLError", "safe_dump"), f"{path}:{node.lineno} {node.attr}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and ast.unparse(node.args[0]) == "yaml":
+                assert ast.unparse(node.args[1]) == "'CSafeLoader'", f"{path}:{node.lineno}"
 
 
 def test_arrows_of_the_training_path() -> None:

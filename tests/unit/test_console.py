@@ -158,7 +158,7 @@ def test_a_step_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     for console in (PlainConsole(10**6, 100), LiveConsole(10**6, 100)):
         calls: list[str] = []
-        sys.setprofile(lambda frame, event, argument: calls.append(event) if "call" in event else None)
+        sys.setprofile(lambda frame, event, argument, calls=calls: calls.append(event) if "call" in event else None)
         try:
             for step in range(1000):
                 console.advance(step, 0)

@@ -158,6 +158,9 @@ def test_names_come_back_as_they_were() -> None:
     names = ["a/ü.jpg", "", "b b.png", "\udcff.jpg"]
     packed = Names.of(names)
     assert [packed[i] for i in range(len(packed))] == names
+    many = [f"{i:05d}/" + "x" * 64 for i in range(1000)]  # more bytes than a small integer counts
+    packed = Names.of(many)
+    assert (packed[0], packed[999]) == (many[0], many[999]) and packed.ends.dtype == "int64"
 
 
 def test_csv_files_list_paths_and_labels(photos: Path) -> None:

@@ -188,6 +188,7 @@ def test_a_tar_that_is_cut_off_is_named_wherever_the_cut_is(tmp_path: Path) -> N
         ([("a.jpg", jpeg(1)), ("a.pyd", b"x")], r"only a\.pyd, a pickle, which can run code and is not read"),
         ([("a.jpg", jpeg(1)), ("a.json", b'{"class": 3}')], r"a\.json holds no label under 'label' \(data\.label_key\)"),
         ([("a.jpg", jpeg(1)), ("a.json", b'{"label": [3]}')], r"a\.json holds no label"),
+        ([("a.jpg", jpeg(1)), ("a.json", b'{"label": true}')], r"a\.json holds no label"),
         ([("a.jpg", jpeg(1)), ("a.cls", b"\xff\xfe")], r"a\.cls holds no label"),
         ([("a.jpg", jpeg(1)), ("a.cls", b"1"), ("b.jpg", jpeg(1)), ("a.cls", b"1")], r"holds a\.cls twice"),
         ([("a.mp3", b"x")], r"holds no image .*it has mp3 members"),
