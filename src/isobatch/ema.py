@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.checks import within
 from isobatch.errors import ConfigError
@@ -12,6 +12,17 @@ from isobatch.marks import Marks, option
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+class EmaOptions(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def build(self, model: nn.Module) -> Any:
+        """timm's ModelEmaV3 of `model`, or None."""
+
+    def note(self, updates: int) -> str | None:
+        """What a person should know of this average in a run of so many updates."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import difflib
 import logging
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.checks import positive, within
 from isobatch.errors import ConfigError
@@ -25,6 +25,14 @@ OF_TORCH: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("Adam", {}), "adamw": ("AdamW", {}),
 }  # fmt: skip
 HALF_EPS = 1e-4  # fp16's smallest number is 6e-8, and the square of a gradient below 2e-4 is 0: eps is all that is left
+
+
+class OptimizerOptions(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def build(self, model: nn.Module, effective_batch: int) -> torch.optim.Optimizer:
+        """An optimizer whose groups carry `initial_lr`: what the schedule's factor multiplies."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,8 @@ class Timm:
         attribute, defaults = OF_TORCH[name]
         if "momentum" in defaults:
             defaults = {**defaults, "momentum": self.momentum}
-        return getattr(torch.optim, attribute)(self._groups(model), lr=lr, **{**defaults, **extra})
+        made: torch.optim.Optimizer = getattr(torch.optim, attribute)(self._groups(model), lr=lr, **{**defaults, **extra})
+        return made
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Without decay: biases, all of one dimension, and what the model itself names in `no_weight_decay()`."""

@@ -34,6 +34,10 @@ class Sampler:
     def order_size(self, n: int) -> int:
         return n
 
+    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+        """Virtual indices of one epoch, (order_size(n),) int64; a pure function of its arguments."""
+        raise AssertionError("a sampler defines order")
+
 
 @dataclass(frozen=True)
 class Shuffle(Sampler):

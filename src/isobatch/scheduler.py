@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from isobatch.checks import positive, within
 from isobatch.marks import Marks
+
+
+class Factors(Protocol):
+    """The options of group `scheduler`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def factor(self, update: int, total: int) -> float: ...
 
 
 @dataclass(frozen=True)

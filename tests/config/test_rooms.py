@@ -213,3 +213,61 @@ def test_nothing_read_from_a_file_can_name_code() -> None:
             assert "_target_" not in text.replace("not `_target_`", ""), path
         assert "weights_only=False" not in text.replace(" ", ""), path
         assert "pickle.load" not in text, path
+
+
+def arrows(path: Path) -> set[str]:
+    """Modules of ours that a file imports when it is imported, and those that it names in types alone."""
+    ours = {module_name(other) for other in MODULES}
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue  # only when it is called: torch and what brings it are not paid for at a start
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            if isinstance(child, ast.ImportFrom) and child.module:
+                full = {f"{child.module}.{alias.name}" for alias in child.names}
+                found.update(name if name in ours else child.module for name in full)
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return (found & ours) - {module_name(path)}
+
+
+def module_name(path: Path) -> str:
+    parts = ("isobatch", *path.relative_to(SRC).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_imports_have_no_circle_not_even_in_types() -> None:
+    graph = {module_name(path): arrows(path) for path in MODULES}
+    assert sum(map(len, graph.values())) > 400
+    while leaves := [name for name, needs in graph.items() if not needs]:
+        for name in leaves:
+            del graph[name]
+        for needs in graph.values():
+            needs.difference_update(leaves)
+    assert not graph, "modules that are in a circle, or need one that is"
+
+
+def test_the_map_in_the_readme_is_complete() -> None:
+    """A room that nobody is told of is one that nobody looks into."""
+    text = (ROOT / "README.md").read_text().partition("## Map of the code")[2].partition("\n## ")[0]
+    told = set(re.findall(r"`([a-z_]+(?:\.py|/))", text))
+    rooms = {path.name + ("/" if path.is_dir() else "") for path in SRC.iterdir() if not path.name.startswith("__")}
+    assert rooms - {"conf/"} <= told, "rooms that the map leaves out"
+    assert {name for name in told if name not in rooms} <= {"conf/"}, "rooms that are gone"
+
+
+def test_nothing_is_any_where_the_groups_meet() -> None:
+    """`go to definition` has to work from the config and from the step."""
+    import dataclasses
+
+    from isobatch.config import Config, Settings
+    from isobatch.train.step import Parts
+
+    own = {field.name for field in dataclasses.fields(Config)} - {field.name for field in dataclasses.fields(Settings)}
+    types = {name: Config.__annotations__[name] for name in own | {"batch", "sweep", "cost"}}
+    types |= {field.name: field.type for field in dataclasses.fields(Parts)}
+    assert "Any" not in types.values(), types

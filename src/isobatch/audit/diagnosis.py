@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from isobatch.run_folder.fingerprint import digest
 
-if TYPE_CHECKING:
-    from isobatch.audit.repeat import Kept
-
 LOSS = "the loss"
+
+
+class Result(Protocol):
+    """What one run of a shard gave."""
+
+    loss: Tensor | None
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 class Diary(AbstractContextManager):
@@ -64,7 +69,7 @@ class Difference:
     module: str = ""
     text: str = ""
 
-    def located(self, one: Kept, two: Kept) -> Difference:
+    def located(self, one: Result, two: Result) -> Difference:
         """With the module that parts first, from two more runs that kept a diary."""
         assert one.diary is not None and two.diary is not None
         if self.forward:
@@ -97,7 +102,7 @@ class Apart(NamedTuple):
     size: int
 
 
-def compare(one: Kept, two: Kept) -> Difference | None:
+def compare(one: Result, two: Result) -> Difference | None:
     """What differs between two runs; None: nothing."""
     forward = {name: pair(value, two.buffers.get(name)) for name, value in one.buffers.items()}
     forward[LOSS] = None if one.loss is None else pair(one.loss, two.loss)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.checkpoint import archive
-from isobatch.checkpoint.folder import MANIFEST, NAME, STATE, Damaged, names, verify
+from isobatch.checkpoint.folder import MANIFEST, STATE, Damaged, names, verify
 from isobatch.errors import ConfigError
 
 log = logging.getLogger("isobatch")
@@ -178,6 +178,14 @@ def _plain(value: Any, where: str, depth: int, seen: set[int], tensors: bool = T
         raise Damaged(f"{where} is a {type(value).__name__}, which is not plain data")
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is itself the folder of one checkpoint."""
-    return bool(NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+def chosen(saved: Saved, options: Any) -> str:
+    """`ema` or `raw`: which of its weights group `checkpoint` asks for. Of `best`, `auto` takes those that made it the best."""
+    if options.weights == "raw" or not saved.state["ema"]:
+        return "raw"
+    found_better = options.load == "best" and saved.state["counters"].get("better") == "raw"
+    return "raw" if options.weights == "auto" and found_better else "ema"
+
+
+def no_average(saved: Saved) -> ConfigError:
+    return ConfigError("checkpoint.weights", "ema", f"{saved.path} holds no average of the weights",
+                       "set checkpoint.weights=raw, or train with ema=ema")  # fmt: skip

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.checkpoint.folder import STATE, WEIGHTS, Damaged, Folder, HashedFile, fsync_folder, link_or_copy, verify
 from isobatch.errors import JobFailed
@@ -14,7 +14,6 @@ from isobatch.resume.signature import Signature
 from isobatch.runtime.dtensor import whole_tree
 
 if TYPE_CHECKING:
-    from isobatch.checkpoint import Checkpoint
     from isobatch.runtime.distributed import Ranks
     from isobatch.train.state import TrainState
 
@@ -22,6 +21,25 @@ log = logging.getLogger("isobatch")
 
 ROUND_S = 0.5  # seconds that ranks wait for the one that writes before they ask again
 SAVE_NOW = 1 << 16  # what `request` asks the ranks to agree on; above every signal number
+
+
+class Rules(Protocol):
+    """When to save, what to keep, and which evaluation is the best (Checkpoint, the options)."""
+
+    @property
+    def every(self) -> int | None: ...
+
+    @property
+    def every_minutes(self) -> float | None: ...
+
+    @property
+    def keep(self) -> int: ...
+
+    def followed(self, result: dict[str, float]) -> str | None: ...
+
+    def better(self, best: dict[str, dict[str, float]], result: dict[str, float]) -> str | None: ...
+
+    def improved(self, best: dict[str, dict[str, float]], result: dict[str, float], step: int) -> list[str]: ...
 
 
 class Checkpointer:
@@ -35,7 +53,7 @@ class Checkpointer:
         enabled: False = save nothing.
     """
 
-    def __init__(self, options: Checkpoint, run_dir: Path, ranks: Ranks, about: dict[str, Any], enabled: bool = True):
+    def __init__(self, options: Rules, run_dir: Path, ranks: Ranks, about: dict[str, Any], enabled: bool = True):
         self.options, self.ranks, self.about, self.enabled = options, ranks, about, enabled
         self.folder = Folder(run_dir / "checkpoints")
         self.allowed = True

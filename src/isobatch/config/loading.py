@@ -107,8 +107,8 @@ def check_together(config: Config) -> None:
         raise ConfigError("batch.effective", None, "batch.micro=auto needs an effective batch to divide",
                           "set batch.effective=48")  # fmt: skip
     config.parallel.check_with(config)
-    if config.device == "cpu" and getattr(config.parallel, "devices", None):
-        raise ConfigError("parallel.devices", config.parallel.devices, "names GPUs, and device=cpu uses none",
+    if config.device == "cpu" and (devices := getattr(config.parallel, "devices", None)):
+        raise ConfigError("parallel.devices", devices, "names GPUs, and device=cpu uses none",
                           "set device=null or parallel.devices=null")  # fmt: skip
     if config.augment.name != "none" and config.data.kind != "images":
         raise ConfigError("augment.name", config.augment.name, f"data={config.data.name} are no images",

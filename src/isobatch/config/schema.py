@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 from isobatch.marks import option
 from isobatch.model import COMPILE
+
+if TYPE_CHECKING:
+    from isobatch.accumulation import Accumulation
+    from isobatch.augment.options import NoAugment
+    from isobatch.checkpoint import NoCheckpoint
+    from isobatch.data.base import DataOptions
+    from isobatch.ema import EmaOptions
+    from isobatch.logger.options import LoggerOptions
+    from isobatch.loss.losses import Loss
+    from isobatch.model.architectures import Model
+    from isobatch.optimizer import OptimizerOptions
+    from isobatch.parallel.base import Single
+    from isobatch.precision.levels import Full
+    from isobatch.reduction.protocol import Reduction
+    from isobatch.sampler import Sampler
+    from isobatch.scheduler import Factors
 
 
 @dataclass(frozen=True)
@@ -136,22 +152,25 @@ class Settings:
             raise ConfigError("threads", self.threads, "is more than any machine has", "set threads=null")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Settings):
     """The whole tree. `plain` is the resolved data it was built from: what config.yaml, checkpoints and W&B get."""
 
-    parallel: Any = None
-    precision: Any = None
-    sampler: Any = None
-    accumulation: Any = None
-    reduction: Any = None
-    data: Any = None
-    augment: Any = None
-    model: Any = None
-    loss: Any = None
-    optimizer: Any = None
-    scheduler: Any = None
-    ema: Any = None
-    checkpoint: Any = None
-    logger: Any = None
+    batch: BatchOptions
+    sweep: SweepOptions
+    cost: CostOptions
+    parallel: Single
+    precision: Full
+    sampler: Sampler
+    accumulation: Accumulation
+    reduction: Reduction
+    data: DataOptions
+    augment: NoAugment
+    model: Model
+    loss: Loss
+    optimizer: OptimizerOptions
+    scheduler: Factors
+    ema: EmaOptions
+    checkpoint: NoCheckpoint
+    logger: LoggerOptions
     plain: dict[str, Any] = field(default_factory=dict)

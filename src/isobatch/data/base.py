@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.checks import choice, within
 from isobatch.errors import ConfigError
@@ -94,6 +94,22 @@ class Splits:
     train: Split
     eval: Split
     info: DataInfo
+
+
+class DataOptions(Protocol):
+    """The options of group `data`. `kind`: `images` or `vectors`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def num_workers(self) -> int | None: ...
+
+    def load(self, augment: Any, seed: int) -> Splits:
+        """Both splits; `augment` transforms one training sample, `seed` is the run's."""
 
 
 @dataclass(frozen=True, kw_only=True)

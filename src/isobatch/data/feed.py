@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from isobatch.batch_plan import BatchPlan, Window
 from isobatch.data import Split
 from isobatch.data.device import ToDevice
 from isobatch.data.loader import WorkerSource, choose_workers
-from isobatch.data.samples import Samples
+from isobatch.data.samples import Request, Samples
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import isolated_generators
 
@@ -46,14 +45,6 @@ class WindowData:
 
     window: Window
     micro_batches: Any
-
-
-class Request(NamedTuple):
-    """The virtual sample indices (N,) of one micro step, as the sampler numbers them; none of the epoch is above `highest`."""
-
-    epoch: int
-    indices: Tensor
-    highest: int = sys.maxsize
 
 
 class Source(Protocol):

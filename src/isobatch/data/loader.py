@@ -21,7 +21,7 @@ from isobatch.runtime import cores
 
 if TYPE_CHECKING:
     from isobatch.data.device import ToDevice
-    from isobatch.data.feed import Request
+    from isobatch.data.samples import Request
 
 GRACE_S = 120  # how long a worker outlives a SIGTERM of its own: the training process takes a checkpoint meanwhile
 NAMED = 10  # unreadable files that are named one by one

@@ -7,6 +7,7 @@ reads it, nor on what was read before.
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,14 @@ UNREADABLE = (OSError, EOFError, SyntaxError, ValueError)
 DECODERS = {"PIL", "torchvision", "cv2", "imageio", "tifffile", "skimage", "pydicom", "zlib", "turbojpeg"}
 TRIES = 100
 OBJECT = re.compile(r" <[\w.]+ object at 0x[0-9a-f]+>")  # PIL names the buffer it was given; that tells a person nothing
+
+
+class Request(NamedTuple):
+    """The virtual sample indices (N,) of one micro step, as the sampler numbers them; none of the epoch is above `highest`."""
+
+    epoch: int
+    indices: Tensor
+    highest: int = sys.maxsize
 
 
 class HostBatch(NamedTuple):

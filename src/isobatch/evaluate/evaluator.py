@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.data import Split
-from isobatch.data.feed import Request, Source
+from isobatch.data.feed import Source
+from isobatch.data.samples import Request
 from isobatch.evaluate.answers import Answers
 from isobatch.precision.masters import to_fp32
 from isobatch.runtime import accelerator

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from isobatch.checks import choice, positive
 from isobatch.errors import ConfigError
 from isobatch.logger.protocol import Logger, RunInfo
 
 MODES = ("auto", "online", "offline", "disabled")
+
+
+class LoggerOptions(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot work, before data or model is built. Cheap: imports no logger."""
+
+    def build(self, info: RunInfo) -> Logger:
+        """Start whatever takes time; the run itself begins with Logger.start."""
 
 
 @dataclass(frozen=True)

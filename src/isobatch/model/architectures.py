@@ -37,6 +37,10 @@ class Model:
     def __post_init__(self) -> None:
         choice("model.batch_norm", self.batch_norm, BATCH_NORM)
 
+    def build(self, info: DataInfo) -> nn.Module:
+        """The model for this data, on the CPU, its weights drawn from the global generator."""
+        raise AssertionError("a model defines build")
+
 
 @dataclass(frozen=True)
 class Timm(Model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.errors import ConfigError
 
@@ -14,11 +14,23 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.batch_plan import Batch, Window
-    from isobatch.config import Config
     from isobatch.data.feed import MicroBatch
     from isobatch.parallel.wire import Parts, WholeGradients
     from isobatch.precision.masters import WorkingCopy
     from isobatch.runtime.distributed import Ranks
+
+
+class Choices(Protocol):
+    """The choices of the other groups (the config), as far as a strategy may refuse them."""
+
+    @property
+    def reduction(self) -> Any: ...
+
+    @property
+    def ema(self) -> Any: ...
+
+    @property
+    def model(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class Single:
         """Devices that one micro step of this process uses at once, a shard on each."""
         return [device]
 
-    def check_with(self, config: Config) -> None:
+    def check_with(self, config: Choices) -> None:
         """Refuse what this strategy cannot do together with the choices of other groups, before any device is touched.
 
         Raises:
@@ -98,11 +110,11 @@ class Single:
         """
         return model
 
-    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
+    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro step; replicas meet only in the last one of a window."""
         return nullcontext()
 
-    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager:
+    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager[Any]:
         """Around a micro step that belongs to no window; `micro` None: this process has none. A collective."""
         return nullcontext()
 

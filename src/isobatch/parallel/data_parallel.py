@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive
 from isobatch.errors import ConfigError
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from isobatch.config import Config
     from isobatch.data.feed import MicroBatch
+    from isobatch.parallel.base import Choices
     from isobatch.runtime.distributed import Ranks
 
 
@@ -41,7 +41,7 @@ class DataParallel(Single):
     def known_replicas(self) -> int | None:
         return self.replicas
 
-    def check_with(self, config: Config) -> None:
+    def check_with(self, config: Choices) -> None:
         super().check_with(config)
         if config.model.batch_norm == "sync":
             raise ConfigError("model.batch_norm", "sync", "torch's SyncBatchNorm is for processes, and parallel=dp has one",
@@ -70,11 +70,11 @@ class DataParallel(Single):
         devices = self.lane_devices(device)
         return ShardedDataParallel(model, devices) if len(devices) > 1 else model
 
-    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
+    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager[Any]:
         wrapped.shard_sizes = micro.sizes  # type: ignore[assignment]  # read by ShardedDataParallel.scatter
         return nullcontext()
 
-    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager:
+    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager[Any]:
         return nullcontext() if micro is None else self.gradient_sync(wrapped, micro)
 
     def describe(self, ranks: Ranks, device: torch.device) -> str:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.batch_plan import Batch, Window
-    from isobatch.config import Config
     from isobatch.data.feed import MicroBatch
+    from isobatch.parallel.base import Choices
     from isobatch.parallel.wire import Parts
     from isobatch.precision.masters import WorkingCopy
     from isobatch.runtime.distributed import Ranks
@@ -65,7 +65,7 @@ class FullySharded(Processes):
         if type(size) is int and self.num_processes > 1:
             self._divides(size, self.num_processes)
 
-    def check_with(self, config: Config) -> None:
+    def check_with(self, config: Choices) -> None:
         if config.reduction.exact:
             raise ConfigError("reduction.name", config.reduction.name,
                               f"parallel={self.name} adds gradients inside torch, in an order that depends on the ranks",
@@ -136,12 +136,12 @@ class FullySharded(Processes):
             steps = [sum(v < window.num_filled for v in batch.shards_of(r)) for r in (0, ranks.rank)]
             shards.behind = steps[0] - steps[1]  # replica 0 has the most
 
-    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
+    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager[Any]:
         if shards := _of(wrapped):
             shards.enter(last=micro.is_last and not shards.behind)
         return nullcontext()
 
-    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager:
+    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager[Any]:
         shards = _of(wrapped)
         return shards.aside(idle=micro is None) if shards else nullcontext()  # type: ignore[no-any-return]
 

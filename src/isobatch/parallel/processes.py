@@ -100,11 +100,11 @@ class DistributedDataParallel(Processes):
 
         return model if ranks.world_size == 1 else distributed_data_parallel(model, ranks, device, self)
 
-    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager:
+    def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager[Any]:
         step = getattr(wrapped, "micro_step", None)  # one rank: the model itself, nothing to hold back
         return nullcontext() if step is None else step(micro.is_last)
 
-    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager:
+    def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager[Any]:
         aside = getattr(wrapped, "aside", None)
         return nullcontext() if aside is None else aside()
 

@@ -137,7 +137,7 @@ def mean_hook(state: tuple[torch.dtype | None, float, float], bucket: dist.GradB
     return future.then(mean)
 
 
-class ShardedDataParallel(nn.DataParallel):
+class ShardedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
     """DataParallel whose chunk i is shard i: torch's own cut into equal chunks would mix unequal shards.
 
     Each replica computes under the autocast of the thread that asks (a thread has its own, and torch hands on whether

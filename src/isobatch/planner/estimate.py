@@ -122,11 +122,12 @@ def optimizer_state(config: Config, model: nn.Module, batch: Batch) -> int | Non
     for i, (shape, dtype) in enumerate(kinds):
         stand_ins.register_parameter(f"kind{i}", nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
     # fused kernels want a real device, layers a real model; the state is the same without
-    without = {key: value for key, value in (("fused", False), ("layer_decay", None)) if hasattr(config.optimizer, key)}
+    options: Any = config.optimizer
+    without = {key: value for key, value in (("fused", False), ("layer_decay", None)) if hasattr(options, key)}
     words = logging.getLogger("isobatch.optimizer")
     before, words.disabled = words.disabled, True  # what it has to say is said when the training builds it
     try:
-        optimizer = dataclasses.replace(config.optimizer, **without).build(stand_ins, batch.effective)
+        optimizer = dataclasses.replace(options, **without).build(stand_ins, batch.effective)
         for parameter in stand_ins.parameters():
             parameter.grad = torch.empty_like(parameter)
         with warnings.catch_warnings(action="ignore"):
@@ -150,9 +151,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def sums(config: Config, batch: Batch, gradients: int) -> int:
     """reduction=exact: partial sums along the tree of a replica's shards, or one float64 per weight."""
-    if not config.reduction.exact:
+    options: Any = config.reduction
+    if not options.exact:
         return 0
-    if config.reduction.resolved_method(batch.num_shards) == "bin64":
+    if options.resolved_method(batch.num_shards) == "bin64":
         return 2 * gradients
     return gradients * (batch.accumulation_steps.bit_length() - 1 + (batch.num_replicas > 1))
 

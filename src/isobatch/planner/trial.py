@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from isobatch.config import Config
 from isobatch.data import Splits
 from isobatch.data.device import ToDevice
-from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource
-from isobatch.data.samples import Samples
+from isobatch.data.samples import Request, Samples
 from isobatch.errors import JobFailed
 from isobatch.planner.cost import Measured
 from isobatch.planner.estimate import Saved, saved_tensors

@@ -76,15 +76,15 @@ class Full:
 
         return device.type == "cuda" and (self.half_compute(device) or (self.tf32 is not False and tf32(device)))
 
-    def autocast(self, device: torch.device) -> AbstractContextManager:
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Around the training forward."""
         return nullcontext()
 
-    def evaluation(self, device: torch.device) -> AbstractContextManager:
+    def evaluation(self, device: torch.device) -> AbstractContextManager[Any]:
         """Around the forward of the model itself or its average, in evaluation."""
         return self.autocast(device)
 
-    def teacher(self, device: torch.device) -> AbstractContextManager:
+    def teacher(self, device: torch.device) -> AbstractContextManager[Any]:
         """Around the forward of an fp32 network that does not train."""
         return self.autocast(device)
 
@@ -171,7 +171,7 @@ class Autocast(Full):
             return replace(self, dtype="float16")
         return self
 
-    def autocast(self, device: torch.device) -> AbstractContextManager:
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         import torch
 
         return torch.autocast(device.type, dtype=self.compute_dtype(device), cache_enabled=self.cache_enabled)
@@ -216,10 +216,10 @@ class MasterWeights(Autocast):
                               f"set precision.{SWITCH}=true, or use precision=O3")  # fmt: skip
         check_scale(self)
 
-    def autocast(self, device: torch.device) -> AbstractContextManager:
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def evaluation(self, device: torch.device) -> AbstractContextManager:
+    def evaluation(self, device: torch.device) -> AbstractContextManager[Any]:
         return super().autocast(device)
 
     teacher = evaluation
@@ -262,10 +262,10 @@ class PureHalf(MasterWeights):
                               "set precision.loss_scale=null, or use precision=O2")  # fmt: skip
         check_scale(self)
 
-    def evaluation(self, device: torch.device) -> AbstractContextManager:
+    def evaluation(self, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def teacher(self, device: torch.device) -> AbstractContextManager:
+    def teacher(self, device: torch.device) -> AbstractContextManager[Any]:
         return super().evaluation(device)
 
     def gather_dtype(self) -> torch.dtype | None:

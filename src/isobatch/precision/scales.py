@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.checks import positive
 from isobatch.errors import ConfigError
@@ -11,10 +11,34 @@ from isobatch.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from isobatch.precision.levels import Autocast
+    from isobatch.precision.scaling import LossScaler
 
 INITIAL_SCALE = 65536.0
 SCALE = "loss_scale"
+
+
+class Scaled(Protocol):
+    """A level that may scale its loss; see Autocast for what the options mean."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def loss_scale(self) -> Any: ...
+
+    @property
+    def growth_factor(self) -> float: ...
+
+    @property
+    def backoff_factor(self) -> float: ...
+
+    @property
+    def growth_interval(self) -> int: ...
+
+    @property
+    def min_loss_scale(self) -> float: ...
+
+    def scaler(self, device: torch.device) -> LossScaler: ...
 
 
 def parse_scale(value: Any) -> tuple[float | None, bool]:
@@ -36,7 +60,7 @@ def parse_scale(value: Any) -> tuple[float | None, bool]:
     return scale, match is None
 
 
-def check_scale(options: Autocast) -> None:
+def check_scale(options: Scaled) -> None:
     """Raise ConfigError unless the options of the loss scale make sense, alone and together."""
     initial, dynamic = parse_scale(options.loss_scale)
     positive("precision.min_loss_scale", options.min_loss_scale)
@@ -55,7 +79,7 @@ def check_scale(options: Autocast) -> None:
                           "set precision.loss_scale=null, or precision.dtype=float16")  # fmt: skip
 
 
-def describe_scale(options: Autocast, device: torch.device) -> str:
+def describe_scale(options: Scaled, device: torch.device) -> str:
     """The loss scale as the plan states it."""
     scaler = options.scaler(device)
     if not scaler.is_enabled():

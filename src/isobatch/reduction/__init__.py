@@ -10,11 +10,12 @@ from isobatch.marks import Marks, option
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from isobatch.batch_plan import BatchPlan
+    from isobatch.parallel.base import Single
     from isobatch.precision.masters import WorkingCopy
     from isobatch.reduction.fast import FastReducer
+    from isobatch.reduction.protocol import Reducer
     from isobatch.runtime.distributed import Ranks
 
 
@@ -25,7 +26,7 @@ class Fast:
     name: str = "fast"
     exact = False
 
-    def build(self, working: WorkingCopy, strategy: Any, plan: BatchPlan, ranks: Ranks,
+    def build(self, working: WorkingCopy, strategy: Single, plan: BatchPlan, ranks: Ranks,
               device: torch.device) -> FastReducer:  # fmt: skip
         from isobatch.reduction.fast import FastReducer
 
@@ -53,7 +54,7 @@ class Exact:
         choice("reduction.method", self.method, ("auto", "tree", "bin64"))
         positive("reduction.bucket_mb", self.bucket_mb)
 
-    def build(self, working: WorkingCopy, strategy: Any, plan: BatchPlan, ranks: Ranks, device: torch.device) -> Any:
+    def build(self, working: WorkingCopy, strategy: Single, plan: BatchPlan, ranks: Ranks, device: torch.device) -> Reducer:
         from isobatch.reduction.exact import build
 
         return build(self, working, strategy, plan, ranks, device)
@@ -65,10 +66,6 @@ class Exact:
 
     def describe(self, num_shards: int) -> str:
         return f"exact ({self.resolved_method(num_shards)})"
-
-
-def params_of(module: nn.Module) -> list[torch.nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
 
 
 TABLE: dict[str, Any] = {"fast": Fast, "exact": Exact}

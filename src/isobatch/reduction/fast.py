@@ -13,21 +13,16 @@ from isobatch.runtime.accelerator import widest
 if TYPE_CHECKING:
     from isobatch.batch_plan import BatchPlan, Window
     from isobatch.data.feed import MicroBatch
+    from isobatch.parallel.base import Single
     from isobatch.runtime.distributed import Ranks
 
 
 class FastReducer:
-    """The protocol of a reducer, in the order of a window's life.
-
-    `module` is what the forward goes through and `loss_factor` what the loss is multiplied with; `begin`, then for each
-    micro batch `shard` (around forward and backward) and `record`, then `finish`: afterwards every parameter's gradient
-    is the mean over the window on every rank. `finish` returns False when the window has to be run once more. Outside of
-    windows, before the first, `aside`.
-    """
+    """A Reducer (protocol.py) that leaves the sums to the strategy's wrapper."""
 
     replays = False  # a window is never run twice, so its batches need not be kept
 
-    def __init__(self, module: nn.Module, strategy: Any, plan: BatchPlan, ranks: Ranks, device: torch.device):
+    def __init__(self, module: nn.Module, strategy: Single, plan: BatchPlan, ranks: Ranks, device: torch.device):
         self.strategy, self.ranks = strategy, ranks
         self.module = strategy.wrap(module, ranks, device)
         self.loss_factor: float = strategy.loss_factor(ranks)
@@ -39,13 +34,13 @@ class FastReducer:
         self.buffers: Tensor | None = None
         self.strategy.begin(self.module, self.batch, window, self.ranks)
 
-    def shard(self, micro: MicroBatch) -> AbstractContextManager:
+    def shard(self, micro: MicroBatch) -> AbstractContextManager[Any]:
         return self.strategy.gradient_sync(self.module, micro)
 
-    def aside(self, micro: MicroBatch | None) -> AbstractContextManager:
+    def aside(self, micro: MicroBatch | None) -> AbstractContextManager[Any]:
         """Around a micro batch that belongs to no window (None: this rank has none): its gradients stay with the parameters,
         and nothing is noted. A collective."""
-        return self.strategy.aside(self.module, micro)  # type: ignore[no-any-return]
+        return self.strategy.aside(self.module, micro)
 
     def record(self, micro: MicroBatch, weighted_loss: Tensor) -> None:
         """`weighted_loss`: 0-d, the micro batch's loss times its weight in the window."""

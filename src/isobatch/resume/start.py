@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from isobatch.checkpoint import Checkpointer
     from isobatch.config import Config
+    from isobatch.model import Model
     from isobatch.runtime.distributed import Ranks
     from isobatch.train.state import TrainState
 
@@ -92,12 +93,12 @@ class Resume:
         """Whether the run goes on in the folder that it was in."""
         return self.saved is not None and self.saved.run.resolve() == self.run_dir.resolve()
 
-    def model(self) -> Any:
+    def model(self) -> Model:
         """The model's options; where a checkpoint has all its weights, none are fetched or read from elsewhere."""
         options = self.config.model
         if self.saved is None:
             return options
-        elsewhere = {"pretrained": False, "checkpoint_path": None}
+        elsewhere: dict[str, Any] = {"pretrained": False, "checkpoint_path": None}
         return dataclasses.replace(options, **{k: v for k, v in elsewhere.items() if hasattr(options, k)})
 
     def precision(self, device: torch.device) -> Any:
@@ -218,8 +219,8 @@ class Resume:
         if not self.uses_weights or self.saved is None:
             return
         if self.config.checkpoint.weights == "ema" and (state.ema is None or not self.saved.state["ema"]):
-            raise no_average(self.saved)
-        if chosen(self.saved, self.config.checkpoint) == "raw":
+            raise reading.no_average(self.saved)
+        if reading.chosen(self.saved, self.config.checkpoint) == "raw":
             state.ema = None
 
     def adopt(self, checkpointer: Checkpointer) -> None:
@@ -254,19 +255,6 @@ class Resume:
         assert self.saved is not None
         return ConfigError("resume", self.saved.path, f"does not fit this run: {problem}",
                            "resume with the settings that the run was made with")  # fmt: skip
-
-
-def chosen(saved: Saved, options: Any) -> str:
-    """`ema` or `raw`: which of its weights group `checkpoint` asks for. Of `best`, `auto` takes those that made it the best."""
-    if options.weights == "raw" or not saved.state["ema"]:
-        return "raw"
-    found_better = options.load == "best" and saved.state["counters"].get("better") == "raw"
-    return "raw" if options.weights == "auto" and found_better else "ema"
-
-
-def no_average(saved: Saved) -> ConfigError:
-    return ConfigError("checkpoint.weights", "ema", f"{saved.path} holds no average of the weights",
-                       "set checkpoint.weights=raw, or train with ema=ema")  # fmt: skip
 
 
 def on_main(ranks: Ranks, look: Any) -> Any:

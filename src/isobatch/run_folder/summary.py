@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,7 +14,17 @@ from isobatch.runtime.dtensor import is_sharded
 from isobatch.train.state import weights_sha256
 
 if TYPE_CHECKING:
-    from isobatch.run import Run
+    from isobatch.runtime.distributed import Ranks
+    from isobatch.train.loop import Loop
+
+
+class Run(Protocol):
+    """What a summary is told of a run; `loop` is None where it ended before its first step could be taken."""
+
+    ranks: Ranks
+    plan: dict[str, Any]
+    started: float
+    loop: Loop | None
 
 
 def summarize(run: Run, ending: str, error: BaseException | None) -> dict[str, Any]:

@@ -26,11 +26,11 @@ from isobatch import config as configuration
 from isobatch.checkpoint import Saved, read
 from isobatch.checkpoint.fitting import fitted_weights
 from isobatch.checkpoint.folder import Damaged
+from isobatch.checkpoint.reading import chosen, no_average
 from isobatch.config import Config
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
 from isobatch.resume.signature import Signature
-from isobatch.resume.start import chosen, no_average
 from isobatch.run_folder.files import write_json
 
 log = logging.getLogger("isobatch")
@@ -167,7 +167,8 @@ def save_program(model: nn.Module, node: dict[str, Any], info: DataInfo, folder:
         free = {0: torch.export.Dim("batch", min=1)}
         program = torch.export.export(model, (example(info, 2),), dynamic_shapes=(free,))
         torch.export.save(program, path)
-        return torch.export.load(path).module()  # this program's own file, written a moment ago
+        loaded: Callable[[Tensor], Any] = torch.export.load(path).module()  # this program's own file, written a moment ago
+        return loaded
 
 
 def save_onnx(model: nn.Module, node: dict[str, Any], info: DataInfo, folder: Path) -> Callable[[Tensor], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,14 +14,24 @@ from isobatch.runtime.randomness import ShardSeeder
 from isobatch.train.batch_norm import ShardStatistics
 from isobatch.train.state import TrainState
 
+if TYPE_CHECKING:
+    from isobatch.precision.levels import Full
+    from isobatch.reduction.protocol import Reducer
+
+
+class Criterion(Protocol):
+    """(output in fp32, targets) -> 0-d loss, or timm's modules and the user's functions of that kind."""
+
+    def __call__(self, output: Any, targets: Any, /) -> Tensor: ...
+
 
 @dataclass(slots=True)
 class Parts:
     """What a step is made of, chosen by the config groups; none of it changes during a run."""
 
-    criterion: Any
-    reducer: Any
-    precision: Any
+    criterion: Criterion
+    reducer: Reducer
+    precision: Full
     working: WorkingCopy
     statistics: ShardStatistics
     seed: ShardSeeder
