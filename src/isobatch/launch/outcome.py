@@ -124,6 +124,9 @@ class Folder:
         A folder that is full, gone or read-only is one warning: the reason itself still has to reach the terminal.
         """
         if outcome.kind == "done":
+            with suppress(OSError):
+                if not self.summary.exists():  # a task that trains nothing, as plan and export
+                    self._write({**BLANK, "state": "completed"})
             return
         if outcome.kind != "stopped":
             try:

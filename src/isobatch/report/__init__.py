@@ -7,12 +7,13 @@ machine that only holds the folders: `python -m isobatch.report DIR...`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.report.html import render
 from isobatch.report.images import write_images
-from isobatch.report.read import ReportError, Run
+from isobatch.report.read import ReportError, Run, foreign_runs
 from isobatch.report.runs import read_runs, usable_cores
 from isobatch.report.table import Comparison, tabulate
 from isobatch.report.text import print_table, write_csv
@@ -41,7 +42,7 @@ def write_report(folders: Sequence[Path], out: Path, console: Console | None = N
     were refused or died are rows with their reason. processes: see `read_runs`. Raises ReportError if a folder is
     missing or holds no run.
     """
-    comparison = tabulate(read_runs(folders, processes))
+    comparison = replace(tabulate(read_runs(folders, processes)), foreign=foreign_runs(folders))
     out.mkdir(parents=True, exist_ok=True)
     write_csv(comparison, out / "report.csv")
     (out / "report.html").write_text(render(comparison, folders), encoding="utf-8")

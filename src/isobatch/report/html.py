@@ -14,8 +14,8 @@ from pathlib import Path
 from isobatch.report.curves import AXES, METRICS, collect, colour, svg
 from isobatch.report.leaderboard import badge, leaderboard
 from isobatch.report.read import Run, one_line
-from isobatch.report.table import JOB, Comparison
-from isobatch.report.text import show
+from isobatch.report.table import Comparison
+from isobatch.report.words import show
 
 _FIND = '<input id="find" type="search" placeholder="Filter jobs" aria-label="Filter jobs">'
 _JOBS_IN_LEGEND, _JOBS_WITH_BARS, _VALUES_PER_KEY, _REASONS = 40, 40, 12, 8
@@ -67,12 +67,12 @@ def _cards(comparison: Comparison) -> str:
     for key, unit in ((comparison.primary, ""), ("samples/s", " samples/s"), ("peak MB", " MB")):
         best = comparison.best(key) if key else None
         if key and best is not None:
-            jobs = [str(row[JOB]) for row in comparison.rows if row[key] == best]
-            who = f"job {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
+            jobs = [name for name, row in zip(comparison.names, comparison.rows, strict=True) if row[key] == best]
+            who = jobs[0] if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
             label = {"samples/s": "fastest", "peak MB": "least peak memory"}.get(key, key)
             cards.append((label, f"{show(best)}<small>{unit}</small>", who))
     known = [run for run in comparison.runs if run.difference.common_steps and run.job != run.difference.reference]
-    if known:
+    if known and comparison.one_training:
         same = sum(run.difference.identical for run in known)
         cards.append(
             (
@@ -91,13 +91,16 @@ def _cards(comparison: Comparison) -> str:
 def _problems(comparison: Comparison) -> str:
     """What kept jobs from completing, the jobs that share a reason on one line."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for run in comparison.runs:
+    for run, name in zip(comparison.runs, comparison.names, strict=True):
         if not run.completed:
-            reasons.setdefault((run.state, run.error or ""), []).append(run.job)
+            reasons.setdefault((run.state, run.error or ""), []).append(name)
     items = []
     for (state, error), jobs in list(reasons.items())[:_REASONS]:
-        who = f"job {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
+        who = jobs[0] if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
         items.append(f"<li><b>{escape(who)}</b> {badge(state)} {escape(error)}</li>")
+    items += [f"<li>left out: {escape(one_line(folder))} is a run of another program</li>" for folder in comparison.foreign[:3]]
+    if len(comparison.foreign) > 3:
+        items.append(f"<li>and {len(comparison.foreign) - 3} more of other programs</li>")
     left = sum(map(len, list(reasons.values())[_REASONS:]))
     more = f"<li>and {left} more in the table</li>" if left else ""
     return f'<ul class="problems">{"".join(items)}{more}</ul>' if items else ""
@@ -116,7 +119,7 @@ def _curves(comparison: Comparison) -> str:
         return ""
     chips = "".join(
         f'<button class="chip" data-j="{i}" aria-pressed="true"><i class="dot" style="background:'
-        f'{colour(i, len(comparison.runs))}"></i>{escape(run.job)}</button>'
+        f'{colour(i, len(comparison.runs))}"></i>{escape(comparison.names[i])}</button>'
         for i, run in enumerate(comparison.runs[:_JOBS_IN_LEGEND])
         if len(run.metrics.train)
     )
@@ -136,7 +139,7 @@ def _memory(comparison: Comparison) -> str:
     if not measured:
         return ""
     most = max(memory.peak_mb for _, run in measured for memory in run.memory)
-    blocks = "".join(_bars(i, run, most, len(comparison.runs)) for i, run in measured[:_JOBS_WITH_BARS])
+    blocks = "".join(_bars(i, run, most, comparison) for i, run in measured[:_JOBS_WITH_BARS])
     left = len(measured) - _JOBS_WITH_BARS
     more = (
         f'<p class="more">the first {_JOBS_WITH_BARS} of {len(measured)} jobs; all are in the table</p>'
@@ -146,15 +149,15 @@ def _memory(comparison: Comparison) -> str:
     return _section("Peak memory per device", f'<div class="memory">{blocks}</div>{more}')
 
 
-def _bars(index: int, run: Run, most: float, count: int) -> str:
-    paint = colour(index, count)
+def _bars(index: int, run: Run, most: float, comparison: Comparison) -> str:
+    paint = colour(index, len(comparison.runs))
     bars = "".join(
         f'<div class="row"><span>{escape(memory.label)}</span><span class="track">'
         f'<i style="width:{100 * memory.peak_mb / most:.1f}%;background:{paint}"></i></span>'
         f"<b>{memory.peak_mb:,.0f} MB</b></div>"
         for memory in run.memory
     )
-    return f'<div class="job" data-j="{index}"><h3>job {escape(run.job)}</h3>{bars}</div>'
+    return f'<div class="job" data-j="{index}"><h3>{escape(comparison.names[index])}</h3>{bars}</div>'
 
 
 def _config(comparison: Comparison) -> str:

@@ -47,16 +47,22 @@ def write_images(comparison: Comparison, folder: Path) -> list[Path]:
         charts = {axis: collect(comparison.runs, metric, axis) for axis in AXES}
         charts = {axis: curves for axis, curves in charts.items() if curves}
         if charts:
-            figure = Figure(figsize=(6.2 * len(charts), 3.6), layout="constrained")
+            beside = max((len(_cut(name)) for name in comparison.names), default=0) / 14  # inches that the legend takes
+            figure = Figure(figsize=(6.2 * len(charts) + beside, 3.6), layout="constrained")
             for place, (axis, curves) in enumerate(charts.items()):
                 axes = figure.add_subplot(1, len(charts), place + 1)
                 _draw(axes, curves, metric, axis, len(comparison.runs))
+            _legend(figure, next(iter(charts.values())), comparison)
             save(figure, f"{name}.png")
     if any(run.memory for run in comparison.runs):
         figure = Figure(figsize=(8, 3.6), layout="constrained")
         _draw_memory(figure.add_subplot(), comparison)
         save(figure, "memory.png")
     return written
+
+
+def _cut(name: str, longest: int = 44) -> str:
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"
 
 
 def _colour(index: int, count: int) -> Any:
@@ -88,13 +94,19 @@ def _draw(axes: Axes, curves: list[Any], metric: str, axis: str, count: int) -> 
         axes.set_yscale("log")
     axes.autoscale_view()
     _plain(axes, metric, axis, "")
-    if len(curves) <= _JOBS_IN_LEGEND:
-        from matplotlib.lines import Line2D
 
-        handles = [Line2D([], [], color=_colour(c.index, count)) for c in curves]
-        legend = axes.legend(handles, [f"job {c.job}" for c in curves], frameon=False, fontsize=8)
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # a folder's name may hold a $
+
+def _legend(figure: Any, curves: list[Any], comparison: Comparison) -> None:
+    """Beside the charts, where it covers no curve."""
+    if len(curves) > _JOBS_IN_LEGEND:
+        return
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=_colour(c.index, len(comparison.runs))) for c in curves]
+    legend = figure.legend(handles, [_cut(comparison.names[c.index]) for c in curves], frameon=False, fontsize=8,
+                           loc="outside right upper")  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may hold a $
 
 
 def _draw_memory(axes: Axes, comparison: Comparison) -> None:
@@ -103,7 +115,7 @@ def _draw_memory(axes: Axes, comparison: Comparison) -> None:
         width = 0.8 / len(run.memory)
         x = [place - 0.4 + width * (i + 0.5) for i in range(len(run.memory))]
         axes.bar(x, [m.peak_mb for m in run.memory], width * 0.9, color=_colour(index, len(comparison.runs)))
-    axes.set_xticks(
-        range(len(runs)), [run.job for _, run in runs], parse_math=False, rotation=0 if len(runs) <= 12 else 90
-    )
-    _plain(axes, "peak memory per device", "job", "MB")
+    labels = [_cut(comparison.names[index], 24) for index, _ in runs]
+    level = len(runs) * max(map(len, labels), default=0) <= 90  # characters that the width of the figure takes
+    axes.set_xticks(range(len(runs)), labels, parse_math=False, rotation=0 if level else 90, fontsize=8)
+    _plain(axes, "peak memory per device", "", "MB")

@@ -9,8 +9,8 @@ from html import escape
 from isobatch.report.config_columns import Cell
 from isobatch.report.curves import colour
 from isobatch.report.scan import number
-from isobatch.report.table import JOB, Column, Comparison
-from isobatch.report.text import show
+from isobatch.report.table import JOB, SAME, Column, Comparison
+from isobatch.report.words import show
 
 _BARS = {"samples/s", "peak MB"}  # columns whose cells carry a bar as wide as the value
 
@@ -23,7 +23,9 @@ def badge(state: str) -> str:
 
 def leaderboard(comparison: Comparison) -> str:
     """The table. Column groups are headed; the column that the rows are ordered by says so to screen readers."""
-    columns, rows = comparison.columns, comparison.rows
+    rows = comparison.rows
+    folded = constant(comparison)
+    columns = [column for column in comparison.columns if column not in folded]
     spans = [(name, len(list(members))) for name, members in itertools.groupby(columns, key=lambda c: c.group)]
     edges = set(itertools.accumulate(span for _, span in spans))  # the columns that begin a group
     top = "".join(f'<th colspan="{span}" class="edge">{name}</th>' for name, span in spans)
@@ -34,20 +36,32 @@ def leaderboard(comparison: Comparison) -> str:
             f'<th scope="col" class="h{" edge" * (at in edges)}"{order * (column.key == comparison.primary)}>'
             f"<button>{_breakable(column.title)}</button></th>"
         )
-    best = {column.key: comparison.best(column.key) for column in columns}
     widest = {key: max([number(row.get(key)) for row in rows if number(row.get(key)) > 0] or [1]) for key in _BARS}
     lines = []
     for index, row in enumerate(rows):
         cells = [
-            _cell(row[c.key], c, best[c.key], widest.get(c.key), "edge" if at in edges else "")
+            _cell(row[c.key], c, comparison.is_best(c.key, row[c.key]), widest.get(c.key), "edge" if at in edges else "")
             for at, c in enumerate(columns)
             if c.key != JOB
         ]
         dot = f'<i class="dot" style="background:{colour(index, len(rows))}"></i>'
-        job = escape(str(row[JOB]))
-        lines.append(f'<tr data-j="{index}"><th scope="row" data-v="{job}">{dot}{job}</th>{"".join(cells)}</tr>')
+        job, name = escape(str(row[JOB])), escape(comparison.names[index], quote=True)
+        lines.append(f'<tr data-j="{index}" data-n="{name}"><th scope="row" data-v="{job}" title="{name}">{dot}{job}</th>'
+                     f'{"".join(cells)}</tr>')  # fmt: skip
     head = f'<thead><tr class="groups">{top}</tr><tr>{"".join(heads)}</tr></thead>'
-    return f'<div class="scroll" tabindex="0"><table id="jobs">{head}<tbody>{"".join(lines)}</tbody></table></div>'
+    same = "".join(f"<span class='value'>{escape(c.title)} <b>{escape(show(rows[0][c.key]))}</b></span>" for c in folded)
+    fold = f'<details class="folded"><summary>{len(folded)} columns that are the same for all</summary>{same}</details>'
+    return (f'<div class="scroll" tabindex="0"><table id="jobs">{head}<tbody>{"".join(lines)}</tbody></table></div>'
+            f'{fold if folded else ""}')  # fmt: skip
+
+
+def constant(comparison: Comparison) -> list[Column]:
+    """Columns that show the same in every row of several: they are told once, below the table."""
+    if len(comparison.rows) < 2:
+        return []
+    keep = {JOB, "state", comparison.primary, *comparison.swept}
+    return [c for c in comparison.columns if c.key not in keep and c.group != SAME
+            and len({show(row[c.key]) for row in comparison.rows}) == 1]  # fmt: skip
 
 
 def _breakable(title: str) -> str:
@@ -56,7 +70,7 @@ def _breakable(title: str) -> str:
     return text.replace(".", ".<wbr>").replace("/", "/<wbr>") if len(title) > 10 else text
 
 
-def _cell(value: Cell, column: Column, best: float | None, widest: float | None, edge: str) -> str:
+def _cell(value: Cell, column: Column, best: bool, widest: float | None, edge: str) -> str:
     if column.key == "state":
         return f'<td class="{edge}" data-v="{escape(str(value))}">{badge(str(value))}</td>'
     names, style = [edge] if edge else [], ""
@@ -64,7 +78,7 @@ def _cell(value: Cell, column: Column, best: float | None, widest: float | None,
         return f'<td class="{" ".join([*names, "none"])}">–</td>'
     if isinstance(value, int | float) and not isinstance(value, bool):
         names.append("n")
-        if best is not None and value == best:
+        if best:
             names.append("best")
         if not math.isfinite(value):
             names.append("odd")

@@ -2,7 +2,7 @@
 (() => {
   const table = document.getElementById("jobs"), body = table.tBodies[0];
   const heads = [...table.querySelectorAll("thead button")];
-  const jobs = [...body.rows].map((row) => row.cells[0].dataset.v);
+  const jobs = [...body.rows].map((row) => row.dataset.n);
   document.body.classList.toggle("many", jobs.length > 16);
 
   // Sorting: numbers as numbers, names with numbers in natural order, what is unknown last in both directions.
@@ -110,7 +110,7 @@
         light(job);
         cross.setAttribute("d", `M${x} ${top}V${top + high}`);
         spot.setAttribute("cx", x); spot.setAttribute("cy", y);
-        tip.textContent = `job ${jobs[job]}   ${short(value)}   at ${short(chart.dataset.x * (x - left) / wide)}`;
+        tip.textContent = `${jobs[job]}   ${short(value)}   at ${short(chart.dataset.x * (x - left) / wide)}`;
       });
     });
     const leave = () => { light(null); tip.textContent = ""; cross.setAttribute("d", ""); spot.setAttribute("cx", -9); };

@@ -15,6 +15,8 @@ from isobatch.report.scan import number
 from isobatch.run_folder.reading import Missing, Unreadable, read_json, read_yaml
 
 DIED = "died without a summary (or is still running)"
+NOT_BEGUN = "not begun"
+_OURS = {"parallel", "accumulation", "reduction", "batch", "task"}  # settings that every config of ours has
 _NOT_RUNS = {"checkpoints", "wandb", "report"}  # inside these no run can be
 _UP = ("accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "samples_per_s")
 _DOWN = ("loss", "error", "perplexity", "nll", "mse", "mae")
@@ -65,6 +67,8 @@ class Run:
 def direction(metric: str) -> int:
     """+1 if a higher value of this metric is better, -1 if a lower one, 0 if neither is known."""
     name = metric.rsplit("/", 1)[-1].lower()
+    if name.endswith("scale"):  # of the loss: neither is better
+        return 0
     if any(name == word or name.endswith("_" + word) or name.startswith(word + "_") for word in _DOWN):
         return -1
     return int(any(name == word or name.endswith("_" + word) or name.startswith(word + "_") for word in _UP))
@@ -86,12 +90,43 @@ def find_runs(folders: Sequence[Path]) -> list[tuple[str, Path]]:
         if not folder.is_dir():
             raise ReportError(f"{one_line(folder)} is not a folder; give the folder of a run or of a sweep")
         for run in _runs_below(folder):
-            found.setdefault(run.resolve(), run)
+            if not foreign(run):
+                found.setdefault(run.resolve(), run)
     if not found:
         names = ", ".join(one_line(folder) for folder in folders) or "no folder"
         raise ReportError(f"no run found in {names}; a run is a folder that holds summary.json")
     root = Path(os.path.commonpath([path.parent for path in found]))
     return [(path.relative_to(root).as_posix(), path) for path in found]
+
+
+def foreign(folder: Path) -> bool:
+    """Whether another program that uses Hydra left this folder: it has no file of ours, and none of our settings."""
+    if any((folder / name).exists() for name in ("summary.json", "config.yaml", "metrics.jsonl")):
+        return False
+    config, _ = _mapping(folder, ".hydra/config.yaml")
+    return bool(config) and not _OURS & set(config)
+
+
+def foreign_runs(folders: Sequence[Path]) -> list[Path]:
+    """Folders below `folders` that other programs left, to be listed apart."""
+    return [run for folder in folders if folder.is_dir() for run in _runs_below(folder) if foreign(run)]
+
+
+def never_begun(found: Sequence[tuple[str, Path]]) -> list[Run]:
+    """The jobs that a sweep was to run and did not come to, by the list that it left beside its jobs (jobs.json)."""
+    runs = []
+    for sweep in dict.fromkeys(folder.parent for _, folder in found):
+        here = {folder.name: job for job, folder in found if folder.parent == sweep}
+        planned, _ = _mapping(sweep, "jobs.json")
+        if not planned or not here.keys() <= planned.keys():  # folders by another name than the job's number
+            continue
+        prefix = next(iter(here.values())).rpartition("/")[0]
+        for job, overrides in planned.items():
+            if job not in here and not (sweep / job).exists():
+                words = [str(word) for word in _list(overrides)]
+                name, why = f"{prefix}/{job}".lstrip("/"), "the sweep ended before it"
+                runs.append(Run(name, sweep / job, NOT_BEGUN, why, {}, {}, words, {}, [], []))
+    return runs
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:

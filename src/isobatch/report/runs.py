@@ -10,7 +10,7 @@ from pathlib import Path
 
 from isobatch.report.distance import Reference, difference
 from isobatch.report.metrics import read_metrics
-from isobatch.report.read import Run, direction, find_runs, read_run
+from isobatch.report.read import Run, direction, find_runs, never_begun, read_run
 from isobatch.runtime import cores
 
 _POINTS_IN_ALL = 60_000  # over all curves of one chart: 500 jobs get 120 points each, up to 150 jobs get 400
@@ -37,7 +37,7 @@ def read_runs(folders: Sequence[Path], processes: int = 1) -> list[Run]:
             runs += _each(functools.partial(_read, limit=limit, reference=reference), rest, processes)
             run.metrics.drop_losses()
             break
-    return runs
+    return runs + never_begun(jobs)
 
 
 def _read(job: _Job, limit: int, reference: Reference | None) -> Run:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from isobatch.report.config_columns import MOST, Cell, differing
 from isobatch.report.metrics import MILESTONES
+from isobatch.report.names import job_names, one_training, short, swept
 from isobatch.report.read import Run, direction, one_line
 from isobatch.report.scan import number
+from isobatch.report.words import show
 
 CONFIG, RESULT, SPEED, MEMORY, SAME = "config", "result", "speed", "memory and processes", "same training"
 ERROR = "reason"
@@ -29,7 +32,8 @@ class Column:
     @property
     def title(self) -> str:
         """The heading: a group's choice goes by the name of the group."""
-        return self.key.removesuffix(".name") if self.group == CONFIG else self.key
+        return short(self.key, (self.key,)) if self.key in ("accumulation.steps",) else (
+            self.key.removesuffix(".name") if self.group == CONFIG else self.key)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,14 @@ class Comparison:
     rows: Sequence[Mapping[str, Cell]]
     primary: str | None  # the column that the rows are ordered by
     config_keys: Sequence[str]
+    names: Sequence[str] = ()  # what a person calls each run: by what differs
+    foreign: Sequence[Path] = ()  # runs of other programs beside them
+    swept: Sequence[str] = ()  # columns of the settings that were swept
+
+    @property
+    def one_training(self) -> bool:
+        """Whether the jobs are one training on several plans, whose losses should not part."""
+        return one_training(self.config_keys)
 
     @property
     def failed(self) -> int:
@@ -52,41 +64,70 @@ class Comparison:
         column = next((c for c in self.columns if c.key == key), None)
         if column is None or column.better == 0:
             return None
-        values = [number(row[key]) for row, run in zip(self.rows, self.runs, strict=True) if run.completed]
+        values = [number(row[key]) for row, run in zip(self.rows, self.runs, strict=True) if run.completed and trains(run)]
         finite = [value for value in values if math.isfinite(value)]
         return (max if column.better > 0 else min)(finite) if finite else None
+
+
+    def is_best(self, key: str, value: Cell) -> bool:
+        """Whether a value is shown as the best one is; of a column that shows the same everywhere nothing is best."""
+        best = self.best(key)
+        if best is None or not isinstance(value, int | float):
+            return False
+        return show(value) == show(best) and len({show(row[key]) for row in self.rows}) > 1
+
+
+def trains(run: Run) -> bool:
+    """Whether the job is a training: what task=evaluate, export and plan leave is listed, and not ranked."""
+    return run.config.get("task", "train") == "train"
 
 
 def tabulate(runs: Sequence[Run]) -> Comparison:
     """Builds the leaderboard of these runs: completed ones by their best primary metric, then the others."""
     keys, leaves = differing(runs)
+    chosen, extra = swept(runs, keys)
+    synthetic = [key for key in chosen if key not in keys]
     metrics = [_metrics(run) for run in runs]
     names = sorted({name for pair in metrics for which in pair for name in which}, key=_metric_order)[:MOST]
+    ranked = [pair for pair, run in zip(metrics, runs, strict=True) if trains(run)] or metrics
+    primary = next((f"best {name}" for name in _PRIMARY if any(name in best for _, best in ranked)), None)
     columns = [Column(JOB, CONFIG, rank=1)]
-    columns += [Column(key, CONFIG, rank=2 + i) for i, key in enumerate(keys)]
+    keys = [*chosen, *(key for key in keys if key not in chosen)]
+    # what was swept is always shown
+    columns += [Column(key, CONFIG, rank=1 if key in chosen[:_SWEPT] else 10 + i) for i, key in enumerate(keys)]
     columns += [Column("state", RESULT, rank=1)]
     for name in names:
         for which, pick in (("best", 1), ("final", 0)):
             if any(name in pair[pick] for pair in metrics):
-                rank = _RANKS.get(f"{which} {name}", 0)
-                columns.append(Column(f"{which} {name}", RESULT, direction(name), rank))
-    columns += _FIXED
-    primary = next((f"best {name}" for name in _PRIMARY if any(name in best for _, best in metrics)), None)
-    rows = [_row(run, leaf, keys, pair) for run, leaf, pair in zip(runs, leaves, metrics, strict=True)]
+                key = f"{which} {name}"
+                columns.append(Column(key, RESULT, direction(name), 1 if key == primary else _RANKS.get(key, 0)))
+    same = [column for column in _FIXED if column.group == SAME]
+    plans = one_training([key for key in keys if key not in synthetic] or synthetic)
+    if plans:
+        columns += _FIXED
+    else:  # trainings of their own: that their losses part is no news
+        columns += [column for column in _FIXED if column.group not in (SAME, ERROR)]
+        columns += [replace(column, rank=0) for column in same] + [_FIXED[-1]]
+    rows = [_row(run, {**leaf, **more}, keys, pair) for run, leaf, more, pair in zip(runs, leaves, extra, metrics, strict=True)]
     used = {c.key for c in columns if any(row.get(c.key) is not None for row in rows)}
     columns = [c for c in columns if c.key in used or c.group == CONFIG]
 
-    def place(index: int) -> tuple[bool, bool, float]:
-        value = number(rows[index].get(primary or ""))
-        sign = direction((primary or "").removeprefix("best "))
-        return not runs[index].completed, not math.isfinite(value), -sign * value if math.isfinite(value) else 0.0
+    def place(index: int) -> tuple[bool | float, ...]:
+        order: list[bool | float] = [not runs[index].completed, not trains(runs[index])]
+        ties = ("best eval/loss", "final eval/loss", "final train/loss") if runs[index].completed else ()
+        for key in (primary, *ties):
+            value, sign = number(rows[index].get(key or "")), direction((key or "").partition(" ")[2])
+            order += [not math.isfinite(value), -sign * value if math.isfinite(value) else 0.0]
+        return tuple(order)
 
     order = sorted(range(len(runs)), key=place)  # stable: jobs that tie keep their order
     full = [{c.key: rows[i].get(c.key) for c in columns} for i in order]
-    return Comparison([runs[i] for i in order], columns, full, primary, keys)
+    ordered = [runs[i] for i in order]
+    return Comparison(ordered, columns, full, primary, keys, job_names(ordered, full, chosen or keys), swept=chosen)
 
 
 _PRIMARY = ("eval/accuracy", "eval/loss", "train/loss")
+_SWEPT = 6  # settings that the terminal always shows
 _RANKS = {"best eval/accuracy": 2, "best eval/loss": 4, "final train/loss": 3}
 _FIXED = [
     Column("updates", RESULT),

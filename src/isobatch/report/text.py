@@ -8,26 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.report.config_columns import Cell
+from isobatch.report.read import one_line
 from isobatch.report.table import Column, Comparison
+from isobatch.report.words import show
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _FORMULA = ("=", "+", "-", "@")
 _SHOWN_IN_TERMINAL = 40
-
-
-def show(value: Cell) -> str:
-    """A cell for people: four significant digits, a dash for what is unknown."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        if value.is_integer() and abs(value) < 1e15:
-            return str(int(value))
-        return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
-    return str(value)
 
 
 def write_csv(comparison: Comparison, path: Path) -> None:
@@ -62,16 +51,17 @@ def print_table(comparison: Comparison, console: Console | None = None) -> None:
     for column in columns:
         numeric = any(isinstance(row[column.key], int | float) for row in comparison.rows)
         table.add_column(Text(_heading(column)), justify="right" if numeric else "left", overflow="fold")
-    best = {column.key: comparison.best(column.key) for column in columns}
     for row in comparison.rows[:_SHOWN_IN_TERMINAL]:
         # Text, not markup: a config value such as [red] is shown as it is.
-        table.add_row(*[Text(show(row[c.key]), style=_style(row[c.key], c, best[c.key])) for c in columns])
+        table.add_row(*[Text(show(row[c.key]), style=_style(row[c.key], c, comparison)) for c in columns])
     console.print(table)
     if len(comparison.rows) > _SHOWN_IN_TERMINAL:
         console.print(f"... and {len(comparison.rows) - _SHOWN_IN_TERMINAL} more in report.csv", highlight=False)
     for run in comparison.runs:
         if not run.completed:
             console.print(Text(f"job {run.job}: {run.ending}"))
+    for folder in comparison.foreign:
+        console.print(Text(f"left out: {one_line(folder)} is a run of another program"))
 
 
 def _heading(column: Column) -> str:
@@ -100,9 +90,9 @@ def _title(comparison: Comparison) -> str:
     return f"{len(comparison.runs)} job{'s' * (len(comparison.runs) != 1)}, {done} completed{order}"
 
 
-def _style(value: Cell, column: Column, best: float | None) -> str:
+def _style(value: Cell, column: Column, comparison: Comparison) -> str:
     if column.key == "state":
         return "green" if value == "completed" else "red"
     if isinstance(value, float) and not math.isfinite(value):
         return "red"
-    return "bold green" if best is not None and value == best else ""
+    return "bold green" if comparison.is_best(column.key, value) else ""

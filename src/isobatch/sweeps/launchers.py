@@ -6,15 +6,18 @@ Hydra asks `Plugins.instantiate_launcher` whatever the sweeper is (its own, Optu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 
 from isobatch.config import SweepOptions, resolved, typed
 from isobatch.errors import ConfigError
+from isobatch.run_folder.reading import Unreadable, read_mapping
 from isobatch.runtime.distributed import ranks_from_environment
 
 # choice on the command line -> the package behind it, and the extra that brings it
@@ -87,7 +90,7 @@ def choose(make: Callable[[], Any], hydra_context: Any, task_function: Any, conf
         if kind == "SlurmLauncher" and count > 1:
             launcher.params["array_parallelism"] = count
         launcher = Submitted(launcher, deal(count) if kind == "LocalLauncher" else [])
-    return Counted(launcher)
+    return Counted(launcher, Path(str(config.hydra.sweep.dir)).absolute())
 
 
 def local_launcher(count: int, hydra_context: Any, task_function: Any, config: Any) -> Any:
@@ -106,10 +109,20 @@ def local_launcher(count: int, hydra_context: Any, task_function: Any, config: A
 class Counted:
     """A launcher that remembers which of its jobs failed: a search may go on over them."""
 
-    def __init__(self, launcher: Any):
-        self.launcher = launcher
+    def __init__(self, launcher: Any, folder: Path):
+        self.launcher, self.folder = launcher, folder
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        self.note({str(number): list(filter_overrides(words)) for number, words in enumerate(job_overrides, initial_job_idx)})
         returns: Sequence[JobReturn] = self.launcher.launch(job_overrides, initial_job_idx=initial_job_idx)
         _failed.extend(r for r in returns if r.status != JobStatus.COMPLETED)
         return returns
+
+    def note(self, jobs: dict[str, list[str]]) -> None:
+        """Leave the list of jobs in the sweep's folder: the comparison lists those that were never begun."""
+        before: dict[str, Any] = {}
+        with suppress(Unreadable):
+            before = read_mapping(self.folder, "jobs.json")
+        with suppress(OSError):  # a full disk; the jobs will say so
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "jobs.json").write_text(json.dumps({**before, **jobs}, indent=1) + "\n", encoding="utf-8")
