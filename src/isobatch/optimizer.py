@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,6 +80,8 @@ class Timm:
         build = self._torch if name in OF_TORCH and self.layer_decay is None else self._timm
         try:
             optimizer = build(model, name, lr, extra)
+            if build == self._timm and not is_meta(model):
+                self._rehearse(name, lr, extra)
         except ConfigError:
             raise
         except (TypeError, ValueError, AssertionError) as error:
@@ -103,6 +106,28 @@ class Timm:
             model, name, lr=lr, weight_decay=self.weight_decay, momentum=self.momentum,
             filter_bias_and_bn=not self.decay_norms_and_biases, layer_decay=self.layer_decay, **extra,
         )  # fmt: skip
+
+    def _rehearse(self, name: str, lr: float, extra: dict[str, Any]) -> None:
+        """Make one step on a few numbers: what an optimizer wants that a training here does not give ends in one line now.
+
+        Raises:
+            ConfigError: it cannot make a step.
+        """
+        import torch
+        from torch import nn
+
+        from isobatch.runtime.randomness import isolated_generators
+
+        layer = nn.Linear(3, 2)
+        with isolated_generators(), warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("force_eager"):
+            try:
+                optimizer = replace(self, layer_decay=None)._timm(layer, name, lr, extra)
+                for p in layer.parameters():
+                    p.grad = torch.full_like(p, 0.5)
+                optimizer.step()
+            except Exception as error:  # of every kind: somebody else's code
+                raise ConfigError("optimizer.opt", self.opt, f"cannot make a step here ({type(error).__name__}: {error})",
+                                  "choose another, or check optimizer.kwargs") from None  # fmt: skip
 
     def _torch(self, model: nn.Module, name: str, lr: float, extra: dict[str, Any]) -> torch.optim.Optimizer:
         """The same optimizer as `_timm`'s, without the seconds that importing timm takes: a start of every rank."""
@@ -142,13 +167,18 @@ class Timm:
         return self.fused
 
 
+def is_meta(model: nn.Module) -> bool:
+    return any(p.device.type == "meta" for p in model.parameters())
+
+
 def protect_eps(optimizer: torch.optim.Optimizer) -> None:
     """Raise `eps` of groups with fp16 weights to 1e-4: their state is fp16 too, and 1e-8 is 0 there. Says so once."""
     import torch
 
     raised = None
     for group in optimizer.param_groups:
-        if group.get("eps", HALF_EPS) < HALF_EPS and any(p.dtype == torch.float16 for p in group["params"]):
+        eps = group.get("eps")  # null or several numbers in some of timm's
+        if isinstance(eps, float) and eps < HALF_EPS and any(p.dtype == torch.float16 for p in group["params"]):
             raised, group["eps"] = group["eps"], HALF_EPS
     if raised is not None:
         log.info("optimizer eps raised from %g to %g: the weights it updates are fp16 (precision=O3)", raised, HALF_EPS)

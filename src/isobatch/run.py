@@ -203,7 +203,7 @@ class Run:
                 keep=reducer.replays,
             ),
             evaluator=Evaluator(
-                splits.eval, source(splits.eval, False), config.loss.build(), config.precision, ranks, device,
+                splits.eval, source(splits.eval, False), config.loss.evaluation(), config.precision, ranks, device,
                 config.batch.eval or plan.batch.micro, splits.info.num_classes, config.loss.averages,
                 plan.batch.micro,
                 after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes,

@@ -53,3 +53,17 @@ def test_an_option_that_is_younger_than_the_run_is_compared_with_what_the_run_di
     before = plain("data=image_folder", "data.root=x")
     del before["data"]["exif"]
     assert [str(d) for d in differences(before, plain("data=image_folder", "data.root=x"))] == ["data.exif ignore -> apply"]
+
+
+def test_a_number_that_came_as_text_is_a_number_everywhere() -> None:
+    from isobatch.config import load
+
+    typed = plain()
+    typed["optimizer"]["lr"], typed["seed"], typed["sampler"]["tail"] = "0.003", "7", "drop"
+    found = load(typed).plain
+    assert found["optimizer"]["lr"] == 0.003 and found["seed"] == 7 and found["sampler"]["tail"] == "drop"
+    assert typed["optimizer"]["lr"] == "0.003", "what came in stays"
+    now = plain("optimizer.lr=0.003", "seed=7", "sampler.tail=drop")
+    assert differences(typed, now) == [] == differences(found, now)
+    typed["optimizer"]["lr"] = "0.004"
+    assert [d.key for d in differences(typed, now)] == ["optimizer.lr"]

@@ -173,3 +173,23 @@ def test_presets_load() -> None:
     assert config.load(plain("loss=bce")).loss.averages
     with pytest.raises(ConfigError, match=r"loss\.teacher\.arch"):
         config.load(plain("loss=distill"))
+
+
+@pytest.mark.parametrize(("name", "more"), [("cross_entropy", {}), ("bce", {"target_threshold": 0.1}), ("jsd", {}),
+                                            ("distill", {"teacher": {"arch": "x"}})])  # fmt: skip
+def test_an_evaluation_is_of_the_plain_loss(name: str, more: dict[str, Any]) -> None:
+    """Smoothing makes training's loss of a sure and right answer large; the evaluation's is next to nothing."""
+    options = config.options("loss", {"name": name, "label_smoothing": 0.4, **more})
+    output, targets = 30 * torch.eye(3) - 15, torch.arange(3)
+    assert float(options.build()(output, targets)) > 0.4 and float(options.evaluation()(output, targets)) < 0.001
+    assert options.label_smoothing == 0.4
+
+
+def test_a_run_with_smoothing_reports_the_plain_loss(tmp_path: Path) -> None:
+    from harness import rows, train
+
+    words = (*WORDS, "checkpoint.every=null")
+    for smoothing in (0, 0.4):
+        train(tmp_path / str(smoothing), *words, f"loss.label_smoothing={smoothing}", "optimizer.lr=0")
+    assert rows(tmp_path / "0", "eval/loss") == rows(tmp_path / "0.4", "eval/loss")
+    assert rows(tmp_path / "0", "train/loss") != rows(tmp_path / "0.4", "train/loss")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isobatch.checkpoint.folder import Damaged
 
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
     from isobatch.train.state import TrainState
 
 PREFIXES = ("module.", "_orig_mod.")
-# per-parameter state that has its parameter's shape in every optimizer that has it
-LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
-                  "sum", "exp_avg_diff", "exp_inf", "exp_avg_max"}  # fmt: skip
 # counted per group by some of timm's optimizers, and what the schedule set last; the rest of a group are settings
 GROUP_STATE = {"step", "lookahead_step", "lr"}
 
@@ -91,11 +90,12 @@ def fitted_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     order = [i for group in current["param_groups"] for i in group["params"]]
     shapes = {i: p.shape for i, p in zip(order, parameters, strict=True)}
+    made = made_state(optimizer, order)
     for number, entry in entries.items():
         if number not in shapes or not isinstance(entry, dict):
             raise Damaged(f"its optimizer state {str(number)[:20]} belongs to no parameter")
         for name, value in entry.items():
-            _check_entry(f"{number}.{name}"[:40], str(name), value, shapes[number])
+            _check_entry(f"{number}.{name}"[:40], str(name), value, made.get(number, {}).get(name))
     _check_names(entries, optimizer, current["param_groups"], shapes)
     merged = []
     for group, now in zip(groups, current["param_groups"], strict=True):
@@ -119,14 +119,38 @@ def _check_names(entries: dict[Any, Any], optimizer: torch.optim.Optimizer, grou
                 raise Damaged(f"its optimizer state of parameter {i} is incomplete")
 
 
-def _check_entry(where: str, name: str, value: Any, shape: torch.Size) -> None:
+def made_state(optimizer: torch.optim.Optimizer, order: list[int]) -> dict[int, dict[str, torch.Size]]:
+    """Parameter's number -> name -> shape of the tensors that `optimizer` itself makes for it in a step, without data.
+
+    Empty for an optimizer whose step needs data: what it is given is then taken as it is.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    blank = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in parameters]
+    memo: dict[int, Any] = {id(p): b for p, b in zip(parameters, blank, strict=True)}
+    memo |= {id(t): t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)}
+    try:
+        twin = copy.deepcopy(optimizer, memo)
+        twin.state.clear()
+        for group in twin.param_groups:
+            group.update({key: False for key in ("fused", "capturable") if group.get(key)})
+        for p in blank:
+            p.grad = torch.empty_like(p)
+        with warnings.catch_warnings(action="ignore"):
+            twin.step()
+        return {i: {str(k): v.shape for k, v in twin.state.get(b, {}).items() if isinstance(v, Tensor)}
+                for i, b in zip(order, blank, strict=True)}  # fmt: skip
+    except Exception:  # of every kind: somebody else's code on tensors without data
+        return {}
+
+
+def _check_entry(where: str, name: str, value: Any, shape: torch.Size | None) -> None:
     if name == "step":
         single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
         if not (single or type(value) in (int, float)) or not 0 <= float(value) < 2**53:
             raise Damaged(f"its optimizer state {where} is no count")
-    elif name in LIKE_PARAMETER and value is not None:
+    elif shape is not None and value is not None:
         if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
-            raise Damaged(f"its optimizer state {where} is {_form(value)}, its parameter {list(shape)}")
+            raise Damaged(f"its optimizer state {where} is {_form(value)}, and this optimizer makes it {list(shape)}")
     elif isinstance(value, str):
         raise Damaged(f"its optimizer state {where} is text")
 

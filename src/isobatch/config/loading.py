@@ -44,10 +44,30 @@ def load(plain: Mapping[str, Any]) -> Config:
     settings = typed(Settings, scalars, "")
     groups = {group: options(group, plain.get(group)) for group in TABLES}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
-    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay, "plain": dict(plain)}
+    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay}
+    values["plain"] = in_types(plain, {**values, **groups})
     config = Config(**{**values, **groups})
     check_together(config)
     return config
+
+
+def in_types(plain: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:
+    """`plain` with the values that were `built` from it: a number that came as text (out of the environment) is a number in
+    config.yaml, in a comparison and on resume too.
+    """
+
+    def one(value: Any, now: Any) -> Any:
+        simple = isinstance(now, bool | int | float | str) or now is None
+        return now if simple or (isinstance(now, list) and isinstance(value, list)) else value
+
+    found: dict[str, Any] = {}
+    for key, value in plain.items():
+        if isinstance(value, Mapping):
+            options = built.get(key)
+            found[key] = {name: one(v, getattr(options, name, v)) for name, v in value.items()}
+        else:
+            found[key] = one(value, built.get(key, value))
+    return found
 
 
 def refuse_interpolations(node: Any, key: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +18,9 @@ from isobatch.sampler import TAILS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+log = logging.getLogger(__name__)
 
 
 def called(group: str, options: Any, *args: Any) -> Any:
@@ -40,7 +45,15 @@ class CustomModel(Model):
     factory: ClassVar[Callable[..., Any]]
 
     def build(self, info: DataInfo) -> nn.Module:
-        model: nn.Module = called("model", self, info.num_classes, info.in_chans)
+        try:
+            model: nn.Module = called("model", self, info.num_classes, info.in_chans)
+        except ConfigError:
+            raise
+        except Exception as error:
+            log.debug("model=%s", self.name, exc_info=True)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError("model.name", self.name, f"could not be built ({type(error).__name__}: {error}, in "
+                              f"{place.filename} line {place.lineno})", "repair it, or model.kwargs") from error  # fmt: skip
         return model
 
 

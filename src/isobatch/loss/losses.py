@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive, within
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Loss:
     """What all losses share.
 
-    `build` gives the criterion: (output in fp32, targets) -> 0-d loss; training and evaluation use the same one.
+    `build` gives the criterion: (output in fp32, targets) -> 0-d loss; `evaluation` the same without what only training wants.
     `prepare` may add to what a micro batch brings: it wraps the batch transform (mixup) that comes before it.
     """
 
@@ -29,6 +29,11 @@ class Loss:
 
     def build(self) -> Any:
         raise AssertionError("a loss defines build")
+
+    def evaluation(self) -> Any:
+        """The plain loss: smoothing and thresholds of targets are training's, and would make runs incomparable."""
+        plain = {key: value for key, value in (("label_smoothing", 0.0), ("target_threshold", None)) if hasattr(self, key)}
+        return (replace(self, **plain) if plain else self).build()
 
     def prepare(self, transform: Prepare, teacher: Callable[[dict[str, Any]], nn.Module], precision: Any,
                 device: torch.device, seed: int) -> Prepare:  # fmt: skip

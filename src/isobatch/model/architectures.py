@@ -88,12 +88,13 @@ class Timm(Model):
                 self.arch, pretrained=self.pretrained, num_classes=info.num_classes, in_chans=info.in_chans,
                 **rates, **self.kwargs,
             )  # fmt: skip
-        except (TypeError, AssertionError, FileNotFoundError, RuntimeError) as error:
+        except Exception as error:  # whatever a model's own constructor raises
             # the default model brings kwargs of its own, which stay when only `arch` is typed anew
             way_out = f"set model=timm model.arch={self.arch} (model.kwargs is {self.kwargs})" if self.kwargs else \
                 "set model.pretrained=false, with a file of weights as model.checkpoint_path" if self.pretrained else \
                 "check model.drop_rate and model.drop_path_rate"  # fmt: skip
-            raise ConfigError("model.arch", self.arch, f"timm could not build it ({error})", way_out) from None
+            raise ConfigError("model.arch", self.arch, f"timm could not build it ({type(error).__name__}: {error})",
+                              way_out) from None  # fmt: skip
         if self.small_stem:
             from isobatch.resume.first_weights import small_stem
 
@@ -108,7 +109,11 @@ class Timm(Model):
 
             tell_normalization(Signature.of_pretrained(model), info)
         if self.grad_checkpointing:
-            model.set_grad_checkpointing(True)  # type: ignore[operator]
+            try:
+                model.set_grad_checkpointing(True)  # type: ignore[operator]
+            except Exception as error:  # an assertion, a missing method, or whatever else says that it has none
+                raise ConfigError("model.grad_checkpointing", True, f"{self.arch} has no gradient checkpointing ({error})",
+                                  "set model.grad_checkpointing=false") from None  # fmt: skip
         return model
 
 

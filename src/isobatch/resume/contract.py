@@ -46,7 +46,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
         held = (MARKS[key] if key in TABLES else top.get(key, marked.TOP)).resume == "contract"
         old, new = before[key], now[key]
         if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-            if held and old != new:
+            if held and not same(old, new):
                 found.append(Difference(key, old, new))
         elif key not in TABLES:
             continue  # batch, sweep, cost
@@ -57,8 +57,21 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
             own, old = marked.group_options(key, new.get("name")), {**EARLIER.get(key, {}), **old}
             found += [Difference(f"{key}.{option}", old[option], new[option]) for option in new
                       if option in old and own.get(option, MARKS[key]).resume == "contract"
-                      and old[option] != new[option]]  # fmt: skip
+                      and not same(old[option], new[option])]  # fmt: skip
     return found
+
+
+def same(before: Any, now: Any) -> bool:
+    """Equal, also where an earlier release kept a number as the text that it came as."""
+    if not isinstance(before, str) or isinstance(now, str):
+        return bool(before == now)
+    word = {"true": True, "false": False, "null": None, "none": None}
+    if before.lower() in word:
+        return now is word[before.lower()]
+    try:
+        return float(before) == float(now) if not isinstance(now, bool) else False
+    except (TypeError, ValueError):
+        return False
 
 
 def facts_changed(before: Mapping[str, Any], now: Mapping[str, Any], keys: Mapping[str, str]) -> list[Difference]:
