@@ -17,6 +17,7 @@ from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import Console, make_console
 from isobatch.data import Split, Splits
+from isobatch.data.device import SideStream
 from isobatch.data.feed import Feed, Source, example, make_source
 from isobatch.errors import ConfigError, Stopped
 from isobatch.evaluate.evaluator import Evaluator
@@ -61,6 +62,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
     run = Run(task.settled(config, ranks), run_dir, ranks)
     try:
         run.build()
+        run.forget_peaks()
         gc.enable()  # off since the start of the program: see cli.main
         run.perform()
     except BaseException as cause:
@@ -185,8 +187,10 @@ class Run:
             self.resume.adopt(checkpointer)
         lanes, seed = config.parallel.lane_devices(device), self.seeder(working.module)
 
+        side = SideStream(device)
+
         def source(split: Split, training: bool) -> Source:
-            self.sources.append(make_source(split, device, config, channels_last, ranks, training))
+            self.sources.append(make_source(split, device, config, channels_last, ranks, training, side))
             return self.sources[-1]
 
         self.loop = Loop(
@@ -222,6 +226,11 @@ class Run:
             return seed
         self.fingerprint = Fingerprint(module, seed)
         return self.fingerprint
+
+    def forget_peaks(self) -> None:
+        """Peak memory is this job's training: not that of a trial of micro batches, nor of the job before in this process."""
+        for device in self.config.parallel.lane_devices(self.device):
+            accelerator.forget_peak_memory(device)
 
     def perform(self) -> None:
         """What the task does."""

@@ -63,7 +63,7 @@ models.TABLE[Probe.name] = Probe
 BASE = (
     "logger=none", "threads=1", "model=mlp", "data=synthetic", "data.samples=60", "data.eval_samples=20", "data.image_size=6",
     "data.in_chans=1", "batch.effective=26", "batch.micro=7", "epochs=null", "steps=4", "log_every=1", "eval_every=2",
-    "scheduler=constant", "optimizer=sgd", "optimizer.lr=0.05", "checkpoint=none",
+    "channels_last=false", "scheduler=constant", "optimizer=sgd", "optimizer.lr=0.05", "checkpoint=none",
 )  # fmt: skip
 
 

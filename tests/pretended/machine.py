@@ -79,6 +79,7 @@ class Machine:
         self.places: dict[int, Place] = {}
         self.defaults: dict[int, Stream] = {}
         self.all_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self.registered: dict[int, int] = {}  # address -> bytes of page-locked memory
         self.own_generators: dict[int, Any] = {}
         self.generators = [Generator(torch.device("cuda", i)).manual_seed(0) for i in range(devices)]
         self.allocated, self.peak = [0] * devices, [0] * devices
@@ -128,6 +129,18 @@ class Machine:
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         place = self.place(tensor)
         return place.device if place is not None and place.device is not None else REAL_DEVICE.__get__(tensor)
+
+    def pinned(self, tensor: torch.Tensor) -> Place | None:
+        """What is known of `tensor` if it is page-locked: by torch's allocator, or registered with the driver."""
+        place = self.place(tensor)
+        if place is None or not place.pinned:
+            address = tensor.untyped_storage().data_ptr()
+            if not any(start <= address < start + size for start, size in self.registered.items()):
+                return None
+            place = self.place(tensor, make=True)
+            assert place is not None
+            place.pinned = True
+        return place
 
     def generator_device(self, generator: Any) -> torch.device:
         own = self.own_generators.get(generator._cdata)

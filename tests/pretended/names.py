@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from pretended import machine
 from pretended.machine import here
 from pretended.streams import Entered, Event, Stream
 
@@ -108,6 +109,20 @@ def free_and_total(device: Any = None) -> tuple[int, int]:
     return total(device) - allocated(device), total(device)
 
 
+class Runtime:
+    """torch.cuda.cudart()."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        here().check_alive()
+        here().registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if machine._HERE:
+            here().registered.pop(address, None)
+        return 0
+
+
 def default_stream(device: Any = None) -> Stream:
     here().stream(device)
     return here().defaults.setdefault(here().index_of(device), Stream(device, counted=False))
@@ -134,7 +149,7 @@ def patches() -> list[Any]:
         "get_device_capability": lambda device=None: (9, 0), "is_bf16_supported": lambda *_, **__: True,
         "synchronize": synchronize, "Stream": Stream, "Event": Event,
         "current_stream": lambda device=None: here().stream(device), "default_stream": default_stream,
-        "stream": Entered, "device": OnDevice, "default_generators": here().generators,
+        "stream": Entered, "device": OnDevice, "cudart": Runtime, "default_generators": here().generators,
         "manual_seed": seed_one, "manual_seed_all": seed_all, "get_rng_state": state, "set_rng_state": set_state,
         "is_current_stream_capturing": lambda: False, "_is_in_bad_fork": lambda: False,
     }  # fmt: skip

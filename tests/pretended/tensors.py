@@ -112,8 +112,7 @@ def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
-    place = here().place(self)
-    return place is not None and place.pinned
+    return here().pinned(self) is not None
 
 
 def storage_clone(self: torch.UntypedStorage) -> torch.UntypedStorage:

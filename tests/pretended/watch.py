@@ -167,22 +167,18 @@ class Watch(TorchDispatchMode):
             if there == origin:
                 continue
             if origin.type == "cpu":
-                place = m.place(source)
-                if later and place is not None and place.pinned:
+                if later and (place := m.pinned(source)) is not None:
                     place.sent = stream, stream.time
                 elif not later and source.dim():  # a number is filled in
                     m.waits("blocking copy to the device", there)
             elif there.type == "cuda":
                 m.stream(origin).wait_stream(m.stream(there))  # torch orders such copies on both sides
                 m.stream(there).wait_stream(m.stream(origin))
-            else:
-                place = m.place(to)
-                if not (later and place is not None and place.pinned):
-                    m.waits("copy to the host", origin)
+            elif not (later and m.pinned(to) is not None):
+                m.waits("copy to the host", origin)
         result = func(*args, **kwargs)
         for to, source in pairs:
-            place = m.place(to)
-            if later and place is not None and place.pinned and place.device is None and m.on_gpu(source):
+            if later and not m.on_gpu(to) and m.on_gpu(source) and m.pinned(to) is not None:
                 on_its_way(to, stream)
         return result
 

@@ -156,6 +156,6 @@ def test_uint8_images_are_normalised_on_the_device() -> None:
 def test_workers_follow_from_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isobatch.runtime.cores.usable", lambda: 16)
     assert choose_workers(3, True, True, 1) == 3 and choose_workers(0, False, True, 1) == 0
-    assert choose_workers(None, True, True, 1) == 0
+    assert choose_workers(None, True, False, 1) == 0 and choose_workers(None, True, True, 4) == 3
     assert choose_workers(None, False, True, 4) == 3 and choose_workers(None, False, False, 1) == 8
     assert choose_workers(None, False, True, 64) == 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy
+import torch
 from torch import Tensor
 
+from isobatch.runtime import accelerator
 from isobatch.runtime.randomness import seed_of
 from isobatch.runtime.timm_import import timm
 
@@ -47,6 +49,32 @@ class ShardMixer:
 
     def _mixed(self, inputs: Tensor, targets: Tensor) -> Tensor:
         # not Mixup.__call__, which refuses shards of odd size for the sake of a mode that is not offered here
-        lam = self.mixup._mix_elem(inputs) if self.mixup.mode == "elem" else self.mixup._mix_batch(inputs)
+        lam = self._mix_each(inputs) if self.mixup.mode == "elem" else self.mixup._mix_batch(inputs)
         mixed: Tensor = timm.data.mixup.mixup_target(targets, self.num_classes, lam, 0.0)
         return mixed
+
+    def _mix_each(self, inputs: Tensor) -> Tensor:
+        """timm's _mix_elem with its draws and results, in a few kernels for all images and without a wait.
+
+        Args:
+            inputs: (N, C, H, W), mixed in place, each image with the one as far from the other end.
+        Returns:
+            share (N, 1) that is left of each.
+        """
+        n = len(inputs)
+        lam, cuts = self.mixup._params_per_elem(n)
+        boxes = numpy.zeros((n, 4), dtype=numpy.float32)
+        blends = (lam != 1.0) & ~cuts
+        for i in numpy.flatnonzero((lam != 1.0) & cuts):
+            boxes[i], lam[i] = timm.data.mixup.cutmix_bbox_and_lam(
+                inputs[i].shape, lam[i], ratio_minmax=self.mixup.cutmix_minmax, correct_lam=self.mixup.correct_lam)  # fmt: skip
+        host = torch.from_numpy(numpy.column_stack([lam, blends, boxes]).astype(numpy.float32))
+        drawn = accelerator.sent(host, inputs.device)[:, :, None, None, None]
+        share, blended, top, bottom, left, right = drawn.unbind(1)
+        rows = torch.arange(inputs.shape[2], device=inputs.device)[None, None, :, None]
+        columns = torch.arange(inputs.shape[3], device=inputs.device)[None, None, None, :]
+        partners, share = inputs.flip(0), share.to(inputs.dtype)
+        mixed = torch.where(blended != 0, inputs * share + partners * (1 - share), inputs)
+        inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+        inputs.copy_(torch.where(inside, partners, mixed))
+        return share[:, :, 0, 0]

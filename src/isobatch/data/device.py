@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,14 +15,27 @@ if TYPE_CHECKING:
     from isobatch.data.base import DataInfo
 
 
+class SideStream:
+    """The stream on which batches of a run are copied: one, since torch keeps what each has used for that one alone."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+
 class ToDevice:
     """
     Args:
         info: its mean and std (of pixels in 0 .. 1) normalise images that arrive as uint8; without them pixels become 0 .. 1.
         channels_last: memory format of the images (N, C, H, W) that come out.
+        side: of the run (None: one of its own).
     """
 
-    def __init__(self, device: torch.device, info: DataInfo | None, channels_last: bool):
+    def __init__(self, device: torch.device, info: DataInfo | None, channels_last: bool, side: SideStream | None = None):
+        self.side = side or SideStream(device)
         self.device = device
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         mean = info.mean if info and info.mean else (0.0,)
@@ -50,7 +64,7 @@ class ToDevice:
         if self.device.type != "cuda":
             yield from map(self, batches)
             return
-        side, ready = torch.cuda.Stream(self.device), None
+        side, ready = self.side.stream, None
         for batch in batches:
             with torch.cuda.stream(side):
                 following = (*self(batch), side.record_event())

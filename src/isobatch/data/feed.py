@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isobatch.batch_plan import BatchPlan, Window
 from isobatch.data import Split
-from isobatch.data.device import ToDevice
+from isobatch.data.device import SideStream, ToDevice
 from isobatch.data.loader import WorkerSource, choose_workers
 from isobatch.data.samples import Request, Samples
 from isobatch.runtime.distributed import Ranks
@@ -78,11 +78,13 @@ class TensorSource:
 
 
 def make_source(split: Split, device: torch.device, config: Any, channels_last: bool, ranks: Ranks,
-                training: bool = False) -> Source:  # fmt: skip
+                training: bool = False, side: SideStream | None = None) -> Source:  # fmt: skip
     """In-memory splits are indexed on the device, unless workers are asked for; the others are read by workers."""
     options = config.data
-    to_device = ToDevice(device, split.info, channels_last)
-    workers = choose_workers(options.num_workers, split.light, device.type != "cpu", ranks.local_world_size)
+    to_device = ToDevice(device, split.info, channels_last, side)
+    workers = options.num_workers or 0
+    if split.tensors is None:
+        workers = choose_workers(options.num_workers, split.light, device.type != "cpu", ranks.local_world_size)
     if split.tensors is not None and not workers:
         return TensorSource(split.tensors, to_device)
     pin = getattr(options, "pin_memory", None)

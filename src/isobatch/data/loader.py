@@ -167,7 +167,7 @@ def choose_workers(asked: int | None, light: bool, on_gpu: bool, local_world_siz
     """
     if asked is not None:
         return asked
-    if light:
+    if light and not on_gpu:
         return 0
     share = cores.usable() // local_world_size
     return min(16, max(1, share - 1 if on_gpu else share // 2))

@@ -34,13 +34,13 @@ class Views:
             inputs, targets = self.transform(inputs, targets, step, shards, sizes)
         parts: list[Tensor] = []
         for shard, part in zip(shards, torch.split(inputs, list(sizes)), strict=True):
-            # drawn on the CPU and moved: the same numbers on every kind of device
-            generator = torch.Generator().manual_seed(seed_of("views", self.seed, step, shard))
+            # drawn where the images are: a batch of noise from the host would take longer than a step
+            generator = torch.Generator(part.device).manual_seed(seed_of("views", self.seed, step, shard))
             parts += [part, *(self._view(part, generator) for _ in range(self.num_splits - 1))]
         return torch.cat(parts), Viewed(targets, sizes)
 
     def _view(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(images.shape, generator=generator).to(images.device, non_blocking=True)
+        noise = torch.randn(images.shape, generator=generator, device=images.device)
         if images.ndim == 4:
             images = self._moved(images, generator)
         return images + self.noise * noise
@@ -50,7 +50,7 @@ class Views:
         n, _, height, width = images.shape
         most = round(self.shift * height), round(self.shift * width)
         padded = functional.pad(images, (most[1], most[1], most[0], most[0]))
-        top, left = (torch.randint(0, 2 * m + 1, (n, 1), generator=generator).to(images.device) for m in most)
+        top, left = (torch.randint(0, 2 * m + 1, (n, 1), generator=generator, device=images.device) for m in most)
         rows = (top + torch.arange(height, device=images.device))[:, None, :, None]
         columns = (left + torch.arange(width, device=images.device))[:, None, None, :]
         samples = torch.arange(n, device=images.device)[:, None, None, None]

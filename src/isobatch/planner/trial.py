@@ -40,6 +40,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def in_words(error: BaseException, rank: int) -> BaseException:
     """An error of memory as one line with a way out, which names every rank but the main one; any other as it is."""
+    where = f"rank {rank}: " if rank else ""
+    if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+        return JobFailed(f"{where}the device failed, now or in an earlier operation: {str(error).splitlines()[0]}; most often "
+                         "a label or an index is out of range: see num_classes, and run a step with device=cpu, or with "
+                         "CUDA_LAUNCH_BLOCKING=1, to see the place")  # fmt: skip
     if not is_out_of_memory(error):
         return error
     wanted = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)
@@ -47,7 +52,6 @@ def in_words(error: BaseException, rank: int) -> BaseException:
     if wanted:  # CUDA says it in MiB or GiB, the CPU in bytes
         more = f" ({int(wanted[1]) / 2**30:,.1f} GiB" if wanted[2] == "bytes" else f" ({wanted[1]} {wanted[2]}"
         more += " more were wanted)"
-    where = f"rank {rank}: " if rank else ""
     return JobFailed(f"{where}out of memory{more}; set batch.micro=auto or to fewer samples, or make the model, its images or "
                      "the data smaller")  # fmt: skip
 

@@ -101,6 +101,9 @@ class BinSum:
         if not present:
             return
         values = [in_memory_order(gradients[i], self.bucket.strides[i]) for i in present]  # type: ignore[arg-type]
+        if self.bucket.device.type != "cpu" and self.bucket.dtype != torch.float64:
+            self._leaf_at_once(present, values)
+            return
         found = self._largest(values)
         if len(present) == len(gradients):
             torch.maximum(self.largest, found, out=self.largest)  # a NaN stays
@@ -109,6 +112,23 @@ class BinSum:
             self.largest.index_copy_(0, index, torch.maximum(self.largest[index], found))
         for i, value in zip(present, values, strict=True):
             self._add(self.parts[i], value, self.offsets[i])
+
+    def _leaf_at_once(self, present: list[int], values: list[Tensor]) -> None:
+        """The same through one flat tensor, in a handful of kernels, where each one costs a launch."""
+        size, absent = self.bucket.size, len(present) < len(self.parts)
+        flat = self.scratch.take("flat", 0, size, self.bucket.dtype, self.bucket.device)
+        if absent:
+            flat.zero_()
+        parts = self.bucket.flat_views(flat)
+        torch._foreach_copy_([parts[i] for i in present], values)
+        looked_at = self.bucket.flat_views(flat.nan_to_num(0.0, 0.0, 0.0)) if self.units.careful else parts
+        norms = list(torch._foreach_norm([looked_at[i] for i in present], math.inf))
+        if absent:
+            none = torch.full_like(norms[0], -1.0)
+            found = dict(zip(present, norms, strict=True))
+            norms = [found.get(i, none) for i in range(len(parts))]
+        torch.maximum(self.largest, torch.stack(norms).double(), out=self.largest)  # a NaN stays
+        self.sum[:size].add_(flat, alpha=TIE_BREAK)
 
     def _largest(self, values: list[Tensor]) -> Tensor:
         """(len(values),) float64: the largest magnitude of each; NaN where there is one, unless careful."""

@@ -59,12 +59,20 @@ def digest(run: Run, ending: str) -> str | None:
     """weights_sha256 on the main rank. Of weights that are spread over ranks only when all of them are here."""
     assert run.loop is not None
     model = run.loop.state.model
-    if is_sharded(model):
-        return weights_sha256(model) if ending != "failed" else None
-    return weights_sha256(model) if run.ranks.is_main else None
+    if ending != "failed":
+        return weights_sha256(model) if run.ranks.is_main or is_sharded(model) else None
+    try:
+        run.loop.parts.statistics.attach()
+        return weights_sha256(model) if run.ranks.is_main and not is_sharded(model) else None
+    except Exception:  # the device may be what failed: the summary is written without it
+        return None
 
 
 def this_rank(run: Run) -> dict[str, Any]:
     device = getattr(run, "device", torch.device("cpu"))
+    try:
+        peak: float | None = accelerator.peak_memory_mb(device)
+    except Exception:  # of a device that failed
+        peak = None
     return {"rank": run.ranks.rank, "local_rank": run.ranks.local_rank, "pid": os.getpid(), "host": platform.node(),
-            "device": accelerator.name(device), "peak_memory_mb": accelerator.peak_memory_mb(device)}  # fmt: skip
+            "device": accelerator.name(device), "peak_memory_mb": peak}  # fmt: skip

@@ -157,7 +157,7 @@ class Loop:
         `both`: the weights as trained too, as `eval/raw_*`; then `best` is the better of the two.
         """
         state, options = self.state, self.checkpointer.options
-        model = state.model if state.ema is None else state.ema.module
+        model = state.evaluated_model(self.parts.device)
         result = self.evaluator(model, state.step)
         if both and state.ema is not None:
             raw = self.evaluator(state.model, state.step)
@@ -180,7 +180,7 @@ class Loop:
     def show_predictions(self, info: DataInfo, count: int) -> None:
         """What the model says of the first `count` evaluated images, to the logger. All ranks run it."""
         if len(info.shape) == 3 and info.num_classes:
-            model = self.state.model if self.state.ema is None else self.state.ema.module
+            model = self.state.evaluated_model(self.parts.device)
             found = Predictions(*self.evaluator.first(model, count), info.class_names, info.mean, info.std)
             self.logger.predictions({"samples": self.state.samples}, found)
 

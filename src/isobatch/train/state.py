@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ class TrainState:
     """
     Args:
         model: unwrapped; fp32 also where the forward runs on a half copy.
-        ema: timm's ModelEmaV3, or None.
+        ema: ema.average.Average or one of its kind, or None.
         reducer: holds the exact reduction's exponents; {} for the others.
         step: windows consumed; update: updates applied; samples: consumed, over all ranks.
         evaluated: the step of the latest evaluation: one that a stop left out is made up for.
@@ -50,9 +51,18 @@ class TrainState:
         if self.ema is not None:
             self.ema.update(self.model, step=self.update + 2)  # timm counts from 2: its first update would copy
 
+    def evaluated_model(self, device: torch.device) -> nn.Module:
+        """What evaluations look at: the EMA where there is one, else the model. On `device`, if need be a copy."""
+        module: nn.Module = self.model if self.ema is None else self.ema.module
+        if all(p.device == device for p in module.parameters()):
+            return module
+        return copy.deepcopy(module).to(device)
+
     def clip_gradients(self, max_norm: float | None) -> Tensor:
-        """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns the norm before, 0-d."""
-        return dtensor.whole(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm or float("inf")))  # type: ignore[no-any-return]
+        """Norm of the gradients over all parameters, 0-d, before they are scaled to at most `max_norm` (None: left alone)."""
+        if max_norm is None:  # not an infinite maximum: where the norm is inf, that would make NaN of all gradients
+            return dtensor.whole(torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))  # type: ignore[no-any-return]
+        return dtensor.whole(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm))  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers, numbers, strings and tensors (which may be spread over ranks: dtensor.whole_tree); keys without

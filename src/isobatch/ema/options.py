@@ -1,4 +1,4 @@
-"""Group `ema`: an exponential moving average of the weights, counted in updates (timm's ModelEmaV3)."""
+"""What group `ema` offers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ema:
     Args:
         decay: of the average, per update.
         warmup: let the decay grow with (1 + update)^-(2/3) first, so that early weights are forgotten.
-        device: null = the model's; `cpu` saves device memory and costs a copy per update.
+        device: null = the model's; `cpu` saves device memory and costs a copy per update; an evaluation takes a copy back.
     """
 
     name: str = "ema"
@@ -67,14 +67,18 @@ class Ema:
     def build(self, model: nn.Module) -> Any:
         import torch
 
-        from isobatch.runtime.timm_import import timm
+        from isobatch.ema.average import Average, DistantAverage
 
         # in half (O3) an average with decay 0.999 would stand still: a thousandth is below the resolution
         half = any(p.dtype.itemsize == 2 for p in model.parameters())
-        return timm.utils.ModelEmaV3(model, decay=self.decay, use_warmup=self.warmup, exclude_buffers=True,
-                                     device=torch.device(self.device) if self.device else None,
-                                     dtype=torch.float32 if half else None)  # fmt: skip
+        average = Average(model, decay=self.decay, use_warmup=self.warmup, exclude_buffers=True,
+                          dtype=torch.float32 if half else None)  # fmt: skip
+        device, home = torch.device(self.device or "cpu"), next(model.parameters()).device
+        if self.device is None or device == home or (device.type == home.type and device.index is None):
+            return average
+        if device.type not in ("cpu", home.type):
+            raise ConfigError("ema.device", self.device, f"the model is on {home}", "set ema.device=null or cpu")
+        return DistantAverage(average, model, device)
 
 
-TABLE: dict[str, Any] = {"none": NoEma, "ema": Ema}
 MARKS = Marks()

@@ -1,0 +1,76 @@
+"""timm's ModelEmaV3 in a handful of kernels, beside the model or on another device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobatch.runtime.host_memory import HostMemory
+from isobatch.runtime.timm_import import timm
+
+
+class Average(timm.utils.ModelEmaV3):  # type: ignore[misc]
+    """The average of the weights; buffers are copied, all of a kind at once (timm: one kernel for each)."""
+
+    def apply_update_no_buffers_(self, model: nn.Module, decay: float) -> None:
+        self._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), weight=1.0 - decay)
+        copy_all(list(self.module.buffers()), list(model.buffers()))
+
+
+class DistantAverage:
+    """An average on another device than the model's, which costs the host no wait.
+
+    An update sends the model's weights off and averages those that the update before has sent, which have long arrived.
+
+    Args:
+        average: of the model, already where it is to be.
+    """
+
+    def __init__(self, average: Average, model: nn.Module, device: torch.device):
+        self.average, self.source = average, next(model.parameters()).device
+        average.module.to(device)
+        self.sent = copy.deepcopy(average.module)
+        self.sent.load_state_dict(model.state_dict())
+        if device.type == "cpu":
+            memory = HostMemory(self.source)
+            with torch.no_grad():
+                for tensor, pinned in zip(tensors := state_of(self.sent), memory.like(tensors), strict=True):
+                    tensor.data = pinned.copy_(tensor)
+            self.memory = memory
+        self.under_way: tuple[Any, int] | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The average, with all updates in it."""
+        self._take_in()
+        return self.average.module  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        self._take_in()
+        for tensor, value in zip(state_of(self.sent), state_of(model), strict=True):
+            tensor.copy_(value, non_blocking=True)
+        self.under_way = torch.accelerator.current_stream(self.source).record_event(), step
+
+    def _take_in(self) -> None:
+        if self.under_way is not None:
+            (done, step), self.under_way = self.under_way, None
+            done.synchronize()
+            self.average.update(self.sent, step=step)
+
+
+def state_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """sources -> targets, a kernel for each pair of dtypes."""
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        mine = groups.setdefault((target.dtype, source.dtype), ([], []))
+        mine[0].append(target), mine[1].append(source)
+    for to, values in groups.values():
+        torch._foreach_copy_(to, values)

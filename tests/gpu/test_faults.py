@@ -1,0 +1,94 @@
+"""What a reading of the code and a pretended device found to fail on GPUs, each once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import summary, train
+from jobs import Network, apart, job, on_cpu, on_gpus
+from pretended import pretend
+
+from isobatch import run
+from isobatch.errors import JobFailed
+from isobatch.runtime.distributed import Ranks
+
+pytestmark = pytest.mark.gpu_pretended
+SAVING = "checkpoint=default", "checkpoint.every=2"
+
+
+def test_an_average_on_the_host_is_the_one_beside_the_model(tmp_path: Path) -> None:
+    """Evaluated, saved, resumed and evaluated again (task=evaluate)."""
+    beside = on_cpu(tmp_path / "cpu", job("ema=ema", "ema.decay=0.5", *SAVING))
+    away = on_gpus(tmp_path / "gpu", job("ema=ema", "ema.decay=0.5", "ema.device=cpu", *SAVING))
+    assert apart(beside, away) < 1e-6
+    more = f"resume={tmp_path / 'gpu'}", "steps=6", *SAVING
+    resumed = on_gpus(tmp_path / "more", job("ema=ema", "ema.decay=0.5", "ema.device=cpu", *more))
+    whole = on_cpu(tmp_path / "whole", job("ema=ema", "ema.decay=0.5", "steps=6"))
+    assert resumed.rows[-1]["eval/loss"] == pytest.approx(whole.rows[-1]["eval/loss"], abs=1e-6)
+    with pretend():
+        run.run_job(job("task=evaluate", f"resume={tmp_path / 'more'}", "ema=ema", "ema.decay=0.5", "ema.device=cpu"),
+                    tmp_path / "evaluated", Ranks())  # fmt: skip
+    found = json.loads((tmp_path / "evaluated" / "evaluation.json").read_text())["result"]
+    assert found["eval/loss"] == pytest.approx(whole.rows[-1]["eval/loss"], abs=1e-6)
+
+
+def test_a_label_out_of_range_ends_with_a_line_and_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device-side assertion: from then on everything on the device raises, and no ending may need it."""
+    forward = Network.forward
+    monkeypatch.setattr(Network, "forward", lambda self, images: forward(self, images)[:, :5])
+    with pretend(), pytest.raises(JobFailed, match=r"the device failed.*device-side assert.*label"):
+        run.run_job(job(*SAVING), tmp_path, Ranks())
+    told = summary(tmp_path)
+    assert told["state"] == "failed" and told["weights_sha256"] is None and "label" in told["error"]
+    assert (tmp_path / "metrics.jsonl").exists() or told["steps"] == 0
+
+
+def test_a_device_that_dies_in_mid_run_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    def kill(state: Any, parts: Any, data: Any) -> None:
+        if state.step == 3:
+            machine.dead = "CUDA error: an illegal memory access was encountered"
+
+    with pretend() as machine, pytest.raises(JobFailed, match="the device failed"):
+        train(tmp_path, made=job(*SAVING, "steps=8"), observe=kill)
+    assert summary(tmp_path)["state"] == "failed" and summary(tmp_path)["steps"] >= 3
+    assert (tmp_path / "checkpoints" / "step-2").exists()
+
+
+def test_peak_memory_is_each_jobs_own(tmp_path: Path) -> None:
+    with pretend() as machine:
+        peaks = []
+        for name, words in (("large", ("data.image_size=40",)), ("small", ())):
+            run.run_job(job(*words), tmp_path / name, Ranks())
+            peaks.append(summary(tmp_path / name)["ranks"][0]["peak_memory_mb"])
+        assert peaks[1] < peaks[0] / 3
+        assert not machine.faults
+
+
+def test_one_stream_copies_all_batches_of_a_run(tmp_path: Path) -> None:
+    """torch keeps the memory that a stream has used for that stream alone: a new one per evaluation would keep growing."""
+    few = on_gpus(tmp_path / "few", job("data.num_workers=0", "augment=simple", "eval_every=4")).machine
+    many = on_gpus(tmp_path / "many", job("data.num_workers=0", "augment=simple", "eval_every=1")).machine
+    assert few is not None and many is not None and many.streams == few.streams <= 2
+
+
+@pytest.mark.parametrize("words", ["reduction=exact", "reduction=exact reduction.method=bin64", "loss=jsd", "augment=mixup",
+                                   "augment=mixup augment.mix_mode=elem"])  # fmt: skip
+def test_the_bits_of_one_cpu(tmp_path: Path, words: str) -> None:
+    one = on_cpu(tmp_path / "cpu", job(*words.split()))
+    assert apart(one, on_gpus(tmp_path / "gpu", job(*words.split()))) == 0
+
+
+def test_logging_leaves_gradients_alone() -> None:
+    from isobatch.train.state import TrainState
+
+    model = torch.nn.Linear(2, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters()), None)  # type: ignore[arg-type]
+    model.weight.grad, model.bias.grad = torch.tensor([[3e38, 3e38]]), torch.tensor([1.0])
+    assert state.clip_gradients(None).isinf()  # its square overflows
+    assert model.bias.grad.tolist() == [1.0] and model.weight.grad.isfinite().all()
+    model.weight.grad, model.bias.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([0.0])
+    assert state.clip_gradients(1.0).item() == 5 and model.weight.grad.norm().item() == pytest.approx(1, abs=1e-5)
