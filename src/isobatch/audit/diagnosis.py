@@ -18,6 +18,8 @@ LOSS = "the loss"
 class Result(Protocol):
     """What one run of a shard gave."""
 
+    working: nn.Module
+    diary: Diary | None
     loss: Tensor | None
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]

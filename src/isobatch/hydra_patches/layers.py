@@ -114,7 +114,7 @@ def compose(self: Any, defaults: list[ResultDefault], repo: Any) -> DictConfig:
     groups = {key for key in typed if key in TABLES or key in OVERLAYS}
     layers = Layers(repo, defaults, groups, SavedSettings.named(typed.get("resume")))
     LEFT_OUT[:] = layers.left_out
-    return _compose(self, defaults, layers)
+    return _compose(self, defaults, layers)  # type: ignore[arg-type]  # what of a repository composing asks for
 
 
 def length_of_typed(overrides: Sequence[Override], cfg: DictConfig) -> None:

@@ -77,6 +77,7 @@ class Search(Sweeper):
         if not searched:
             raise ConfigError("hydra/sweeper", "search", "there is nothing to search over",
                               "give a setting a range, as in 'optimizer.lr=interval(0.0001, 0.1)'")  # fmt: skip
+        assert self.config is not None  # since setup
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
