@@ -31,6 +31,7 @@ from isobatch.planner.trial import in_words
 from isobatch.resume import saved_model
 from isobatch.resume.signature import Signature
 from isobatch.resume.start import Resume
+from isobatch.run_folder import layout
 from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.summary import summarize
@@ -120,7 +121,7 @@ class Run:
         self.plan = {**plan.as_dict(), "world_size": self.world.world_size}
         ahead = preview(config, model, splits, batch, device) if ranks.is_main else Preview()
         self.files.plan({
-            **self.plan,
+            "format": layout.FORMAT, **self.plan,
             "steps_per_epoch": plan.windows_per_epoch, "steps": total, "samples_per_epoch": plan.epoch_size,
             "tail_size": plan.tail_size, "device": accelerator.name(device),
             "parallel": config.parallel.describe(self.world, device),

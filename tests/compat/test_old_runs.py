@@ -17,10 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_tools import rewrite, state_of
 from harness import rows, summary, train
 from safetensors.torch import load_file
 
+from isobatch.errors import ConfigError
 from isobatch.report import write_report
+from isobatch.run_folder import layout
 
 HERE = Path(__file__).parent
 RELEASES = sorted(path.name for path in (HERE / "runs").iterdir())
@@ -28,6 +31,10 @@ EXPECTED = {release: json.loads((HERE / "runs" / release / "expected.json").read
 JOBS = [pytest.param(release, job, id=f"{release}-{job}") for release in RELEASES for job in EXPECTED[release]]
 # of one step after six others, on another machine's kernels and threads
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+
+
+INTEGERS = ("imports=[integers]", "logger=none", "threads=1", "epochs=null", "data=custom", "data.name=integers",
+            "data.num_workers=0", "model=linear", "loss=mse", "scheduler=constant", "batch.effective=8")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +121,17 @@ def test_old_runs_are_compared(tmp_path: Path, release: str) -> None:
         assert run.completed and run.error is None and run.summary["steps"] > 0
         assert math.isfinite(run.summary["final"]["train/loss"]) and run.config["task"] == "train"
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
+
+
+def test_a_run_says_in_which_format_it_is_and_a_later_one_is_refused(tmp_path: Path) -> None:
+    train(tmp_path / "new", *INTEGERS, "steps=1")
+    assert json.loads((tmp_path / "new" / "plan.json").read_text())["format"] == layout.FORMAT
+    assert state_of(tmp_path / "new")["format"] == layout.FORMAT
+    assert "format" not in state_of(HERE / "runs" / "0.1.0" / "integers"), "the first release had none, and is read"
+    for path in (tmp_path / "new" / "checkpoints").iterdir():
+        rewrite(path, lambda state: {**state, "format": layout.FORMAT + 1})
+    with pytest.raises(ConfigError, match="none of its checkpoints is whole"):
+        train(tmp_path / "on", *INTEGERS, "steps=2", f"resume={tmp_path / 'new'}")
 
 
 @pytest.mark.slow

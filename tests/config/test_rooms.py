@@ -271,3 +271,14 @@ def test_nothing_is_any_where_the_groups_meet() -> None:
     types = {name: Config.__annotations__[name] for name in own | {"batch", "sweep", "cost"}}
     types |= {field.name: field.type for field in dataclasses.fields(Parts)}
     assert "Any" not in types.values(), types
+
+
+def test_the_names_in_a_run_folder_are_spelled_in_one_place() -> None:
+    from isobatch.run_folder import layout
+
+    names = {layout.PLAN, layout.METRICS, layout.SUMMARY, layout.LOG, layout.CHECKPOINTS, layout.MULTIRUN}
+    for path in MODULES:
+        if path.name != "layout.py":
+            spelled = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+                       and isinstance(node.value, str)}  # fmt: skip
+            assert not spelled & names, path

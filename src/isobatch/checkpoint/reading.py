@@ -12,13 +12,14 @@ from typing import Any
 from isobatch.checkpoint import archive
 from isobatch.checkpoint.folder import MANIFEST, STATE, Damaged, names, verify
 from isobatch.errors import ConfigError
+from isobatch.run_folder import layout
 
 log = logging.getLogger("isobatch")
 
 SECTIONS = {"model": dict, "optimizer": dict, "scaler": dict, "reducer": dict, "counters": dict,
             "config": dict, "plan": dict, "identity": dict}  # fmt: skip
 COUNTERS = ("step", "update", "skipped_steps", "samples", "evaluated")
-OPTIONAL = {"ema"}
+OPTIONAL = {"ema", "format"}
 MAX_DEPTH = 32
 MAX_DAMAGED = 20  # checkpoints that are tried; a folder of ours has checkpoint.keep of them, and two more names
 
@@ -55,7 +56,7 @@ def read(run: Path, which: str = "last") -> Saved:
     """
     if (run / MANIFEST).is_file():
         run, which = run.absolute().parent.parent, run.name
-    folder = run / "checkpoints"
+    folder = run / layout.CHECKPOINTS
     there = [name for name in names(folder) if which in ("last", name)]
     if not there:
         others = f"; there are {', '.join(names(folder))}" if names(folder) else ""
@@ -83,7 +84,7 @@ def read(run: Path, which: str = "last") -> Saved:
 
 def exists(run: Path) -> bool:
     """Whether a run folder has checkpoints, damaged ones included."""
-    return bool(names(run / "checkpoints"))
+    return bool(names(run / layout.CHECKPOINTS))
 
 
 def _same_files(a: Path, b: Path) -> bool:
@@ -122,6 +123,11 @@ def check_form(state: Any) -> None:
     """Raise Damaged unless `state` has the form of a training state: plain containers, numbers, text, dense tensors."""
     if not isinstance(state, dict):
         raise Damaged("it holds no training state")
+    version = state.get("format", 0)  # 0: from before there was one
+    if type(version) is not int or version < 0:
+        raise Damaged("its format is no number")
+    if version > layout.FORMAT:
+        raise Damaged(f"a later release wrote it, in format {version}, and this one knows {layout.FORMAT}: update isobatch")
     for section, kind in SECTIONS.items():
         if not isinstance(state.get(section), kind):
             raise Damaged(f"it has no {section}")

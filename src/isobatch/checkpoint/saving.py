@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from isobatch.checkpoint.folder import STATE, WEIGHTS, Damaged, Folder, HashedFile, fsync_folder, link_or_copy, verify
 from isobatch.errors import JobFailed
 from isobatch.resume.signature import Signature
+from isobatch.run_folder import layout
 from isobatch.runtime.dtensor import whole_tree
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Checkpointer:
 
     def __init__(self, options: Rules, run_dir: Path, ranks: Ranks, about: dict[str, Any], enabled: bool = True):
         self.options, self.ranks, self.about, self.enabled = options, ranks, about, enabled
-        self.folder = Folder(run_dir / "checkpoints")
+        self.folder = Folder(run_dir / layout.CHECKPOINTS)
         self.allowed = True
         self.thread: threading.Thread | None = None
         self.failure: str | None = None  # why the latest save is not on disk
@@ -92,7 +93,7 @@ class Checkpointer:
             return
         from isobatch.checkpoint.snapshot import Snapshot
 
-        snapshot = Snapshot({**tree, **self.about}, self.memory)
+        snapshot = Snapshot({**tree, **self.about, "format": layout.FORMAT}, self.memory)
         self.memory = snapshot.memory
         names = ["last", "best"] if is_best else ["last"]
         # a daemon: the second Ctrl-C must not wait for a disk

@@ -31,6 +31,7 @@ from isobatch.cli.verbs import run_verb
 from isobatch.config import conf_folder, plain_config
 from isobatch.errors import ConfigError, Stopped
 from isobatch.resume import saved_settings
+from isobatch.run_folder import layout
 from isobatch.runtime.distributed import ranks_from_environment
 from isobatch.sweeps import launchers
 
@@ -74,7 +75,7 @@ def one_job(cfg: DictConfig) -> float | None:
         tell(f"isobatch: {refusal}")
         line, code = str(refusal), refusal.exit_code
     except launch.RankFailed as failure:
-        tell(f"isobatch: {failure} (traceback in {run_dir / 'train.log'})" if sweep else failure.trace.rstrip())
+        tell(f"isobatch: {failure} (traceback in {run_dir / layout.LOG})" if sweep else failure.trace.rstrip())
         line, code = str(failure), failure.exit_code
     finally:
         close_log(run_dir)

@@ -13,6 +13,7 @@ from isobatch.report.distance import WEIGHTS_FILE
 from isobatch.report.read import _mapping as read_mapping
 from isobatch.report.read import find_runs, one_line
 from isobatch.resume.contract import differences
+from isobatch.run_folder import layout
 
 BATCH = ("effective_batch", "shard", "num_shards", "micro_batch", "num_replicas", "accumulation_steps", "world_size")
 LENGTH = ("steps", "steps_per_epoch", "samples_per_epoch", "tail_size")
@@ -95,9 +96,9 @@ def compare_runs(folders: list[Path]) -> list[Comparison]:
 def compare_two(first: tuple[str, Path], other: tuple[str, Path]) -> Comparison:
     """Each: (name, run folder)."""
     (here_name, here), (there_name, there) = first, other
-    configs = [read_mapping(folder, "config.yaml")[0] for folder in (here, there)]
-    plans = [read_mapping(folder, "plan.json")[0] for folder in (here, there)]
-    summaries = [read_mapping(folder, "summary.json")[0] for folder in (here, there)]
+    configs = [read_mapping(folder, layout.CONFIG)[0] for folder in (here, there)]
+    plans = [read_mapping(folder, layout.PLAN)[0] for folder in (here, there)]
+    summaries = [read_mapping(folder, layout.SUMMARY)[0] for folder in (here, there)]
     contract = {change.key for change in differences(*configs)}
     changed = [change for change in as_changes(*map(flat, configs)) if not change.key.startswith("hydra.")]
     digests = [summary.get("weights_sha256") for summary in summaries]
@@ -110,7 +111,7 @@ def compare_two(first: tuple[str, Path], other: tuple[str, Path]) -> Comparison:
         + as_changes(*({key: plan[key] for key in BATCH + LENGTH if key in plan} for plan in plans)),
         identity=as_changes(*(flat(_dict(plan.get("identity"))) for plan in plans)),
         data=as_changes(*(flat(_dict(plan.get("data_fingerprint"))) for plan in plans)),
-        rows=compare_rows(here / "metrics.jsonl", there / "metrics.jsonl"),
+        rows=compare_rows(here / layout.METRICS, there / layout.METRICS),
         weights=weights,
         tensors=differing_tensors(here, there) if weights is False else {},
     )

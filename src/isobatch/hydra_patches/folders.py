@@ -8,6 +8,8 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
+from isobatch.run_folder import layout
+
 
 class Stamp:
     """Resolver `${stamp:outputs}`: outputs/<date>/<time>, once per launch and for no other launch."""
@@ -54,8 +56,8 @@ class Stamp:
         for folder in reversed(self.made):
             if used is None or not used.is_relative_to(folder):
                 with suppress(OSError):  # somebody else works in it
-                    if [file.name for file in folder.iterdir()] == ["multirun.yaml"]:  # the sweeper's note of the command
-                        (folder / "multirun.yaml").unlink()
+                    if [file.name for file in folder.iterdir()] == [layout.MULTIRUN]:  # the sweeper's note of the command
+                        (folder / layout.MULTIRUN).unlink()
                     folder.rmdir()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from isobatch.launch.outcome import Outcome
 from isobatch.launch.signals import STOP
+from isobatch.run_folder import layout
 from isobatch.runtime.distributed import Ranks
 
 TARGET = "isobatch.run:run_job"  # imported late: it brings torch, which a launching process must not pay for
@@ -80,7 +81,7 @@ def log_to(run_dir: Path, rank: int) -> None:
         root.removeHandler(handler)
         handler.close()
     where = "" if rank == 0 else f"[rank {rank}]"
-    file = logging.FileHandler(run_dir / "train.log", encoding="utf-8")
+    file = logging.FileHandler(run_dir / layout.LOG, encoding="utf-8")
     file.setFormatter(logging.Formatter(f"[%(asctime)s][%(name)s][%(levelname)s]{where} - %(message)s"))
     file.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root.setLevel(logging.INFO)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.errors import ConfigError, JobFailed, Stopped
+from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class Folder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.summary = path / "summary.json"
+        self.summary = path / layout.SUMMARY
         self._before = self._stamp()  # a folder can be used again, by a restart or a resumed sweep
 
     def _stamp(self) -> int | None:
@@ -151,7 +152,7 @@ class Folder:
     def _log(self, outcome: Outcome) -> None:
         text = outcome.trace if outcome.kind == "failed" and outcome.trace else ""
         line = f"isobatch: {outcome.line}"
-        with (self.path / "train.log").open("a", encoding="utf-8") as file:
+        with (self.path / layout.LOG).open("a", encoding="utf-8") as file:
             file.write(f"{line}\n" if text.strip() in ("", line) else f"{text.rstrip()}\n{line}\n")
 
     def _read(self) -> dict[str, Any]:

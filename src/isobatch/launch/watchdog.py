@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from isobatch.run_folder import layout
+
 POLL_S = 0.5
 
 
@@ -42,7 +44,7 @@ def _modified(path: str) -> int:
 
 def watch(parent: int, run_dir: str, blank: str) -> None:
     """Wait for "done" or for the end of `parent`; in the second case write what `parent` did not."""
-    summary = os.path.join(run_dir, "summary.json")
+    summary = os.path.join(run_dir, layout.SUMMARY)
     before = _modified(summary)
     while os.getppid() == parent:
         if select.select([0], [], [], POLL_S)[0] and os.read(0, 16):
@@ -51,7 +53,7 @@ def watch(parent: int, run_dir: str, blank: str) -> None:
     if _modified(summary) == before:
         with open(summary, "w", encoding="utf-8") as file:
             file.write(json.dumps(json.loads(blank), indent=2) + "\n")
-        with open(os.path.join(run_dir, "train.log"), "a", encoding="utf-8") as log:
+        with open(os.path.join(run_dir, layout.LOG), "a", encoding="utf-8") as log:
             log.write(f"isobatch: {json.loads(blank)['error']}\n")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_yaml
 
 # Where and how a run is recorded is no part of what is trained.
@@ -46,7 +47,7 @@ def read(run_dir: Path) -> JobFacts:
     sweep = run_dir.parents[depth - 1]
     number = _at(hydra, "job", "num")
     # the sweep's own record has `accumulation=1,3,6` where a job has `accumulation=3`, and one word where all agree
-    fixed = _at(_yaml(sweep, "multirun.yaml"), "hydra", "overrides", "task")
+    fixed = _at(_yaml(sweep, layout.MULTIRUN), "hydra", "overrides", "task")
     differing = tuple(o for o in telling if not isinstance(fixed, list) or o not in fixed)
     return JobFacts(sweep, number if isinstance(number, int) else None, differing or telling)
 

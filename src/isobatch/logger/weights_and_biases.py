@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.errors import ConfigError
 from isobatch.logger import access, job_facts
 from isobatch.logger.protocol import Logger, RunInfo, Table
+from isobatch.run_folder import layout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,7 +120,7 @@ class WeightsAndBiasesLogger(Logger):
         """Close the run and wait for it, at most `finish_timeout_s` and what opening it may still take."""
         if self.run_id is not None:
             self._post("summary", values=_flat(summary))
-            folder = self.info.run_dir / "checkpoints" / self.options.log_checkpoints
+            folder = self.info.run_dir / layout.CHECKPOINTS / self.options.log_checkpoints
             if self.options.log_checkpoints != "none" and folder.exists():
                 metadata = {key: summary.get(key) for key in ("steps", "best", "weights_sha256")}
                 self._post("checkpoint", folder=str(folder), name=f"checkpoint-{self.run_id}", metadata=metadata,

@@ -12,12 +12,13 @@ from typing import Any
 from isobatch.report.distance import Difference
 from isobatch.report.metrics import Metrics
 from isobatch.report.scan import number
+from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Missing, Unreadable, read_json, read_yaml
 
 DIED = "died without a summary (or is still running)"
 NOT_BEGUN = "not begun"
 _OURS = {"parallel", "accumulation", "reduction", "batch", "task"}  # settings that every config of ours has
-_NOT_RUNS = {"checkpoints", "wandb", "report"}  # inside these no run can be
+_NOT_RUNS = {layout.CHECKPOINTS, "wandb", "report"}  # inside these no run can be
 _UP = ("accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "samples_per_s")
 _DOWN = ("loss", "error", "perplexity", "nll", "mse", "mae")
 
@@ -101,7 +102,7 @@ def find_runs(folders: Sequence[Path]) -> list[tuple[str, Path]]:
 
 def foreign(folder: Path) -> bool:
     """Whether another program that uses Hydra left this folder: it has no file of ours, and none of our settings."""
-    if any((folder / name).exists() for name in ("summary.json", "config.yaml", "metrics.jsonl")):
+    if any((folder / name).exists() for name in (layout.SUMMARY, layout.CONFIG, layout.METRICS)):
         return False
     config, _ = _mapping(folder, ".hydra/config.yaml")
     return bool(config) and not _OURS & set(config)
@@ -131,7 +132,7 @@ def never_begun(found: Sequence[tuple[str, Path]]) -> list[Run]:
 
 def _runs_below(folder: Path) -> Iterator[Path]:
     for here, folders, files in os.walk(folder):
-        if "summary.json" in files or ".hydra" in folders:
+        if layout.SUMMARY in files or ".hydra" in folders:
             folders.clear()
             yield Path(here)
         else:
@@ -144,8 +145,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 def read_run(job: str, folder: Path) -> Run:
     """One run as its small files tell it; the metrics come in `runs.py`."""
-    summary, problem = _mapping(folder, "summary.json")
-    config, _ = _mapping(folder, "config.yaml")
+    summary, problem = _mapping(folder, layout.SUMMARY)
+    config, _ = _mapping(folder, layout.CONFIG)
     if not config:
         config, _ = _mapping(folder, ".hydra/config.yaml")
     error = summary.get("error")
@@ -160,7 +161,7 @@ def read_run(job: str, folder: Path) -> Run:
         summary=summary,
         config=config,
         overrides=[str(o) for o in _list(_load(folder, ".hydra/overrides.yaml")[0])],
-        plan=summary["plan"] if isinstance(summary.get("plan"), dict) else _mapping(folder, "plan.json")[0],
+        plan=summary["plan"] if isinstance(summary.get("plan"), dict) else _mapping(folder, layout.PLAN)[0],
         memory=[memory for rank in ranks for memory in _memory(rank)],
         pids=[int(rank["pid"]) for rank in ranks if isinstance(rank.get("pid"), int)],
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from isobatch.report.distance import Reference, difference
 from isobatch.report.metrics import read_metrics
 from isobatch.report.read import Run, direction, find_runs, never_begun, read_run
+from isobatch.run_folder import layout
 from isobatch.runtime import cores
 
 _POINTS_IN_ALL = 60_000  # over all curves of one chart: 500 jobs get 120 points each, up to 150 jobs get 400
@@ -43,7 +44,7 @@ def read_runs(folders: Sequence[Path], processes: int = 1) -> list[Run]:
 def _read(job: _Job, limit: int, reference: Reference | None) -> Run:
     """One run; with a reference it is compared and lets go of its losses, so that 500 of them fit in memory."""
     run = read_run(*job)
-    run.metrics = read_metrics(run.folder / "metrics.jsonl", limit, direction)
+    run.metrics = read_metrics(run.folder / layout.METRICS, limit, direction)
     if reference is not None:
         run.difference = difference(reference, run.folder, run.summary, run.metrics)
         run.metrics.drop_losses()
@@ -52,7 +53,7 @@ def _read(job: _Job, limit: int, reference: Reference | None) -> Run:
 
 def _each(read: Callable[[_Job], Run], jobs: Sequence[_Job], processes: int) -> Iterator[Run]:
     """The runs in order, read here or by a pool; what a pool cannot read is read here."""
-    size = sum(file.stat().st_size for _, folder in jobs if (file := folder / "metrics.jsonl").is_file())
+    size = sum(file.stat().st_size for _, folder in jobs if (file := folder / layout.METRICS).is_file())
     done = 0
     if processes > 1 and size > _BYTES_WORTH_A_POOL:
         try:

@@ -16,6 +16,7 @@ from typing import Any
 from isobatch.config import TABLES, BatchOptions, CostOptions, Settings
 from isobatch.errors import LONGEST, ConfigError, printable
 from isobatch.resume.contract import EARLIER
+from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Missing, Unreadable, read_mapping, resolvable
 
 # `imports` names code; the others belong to one start of the program, not to the run
@@ -67,13 +68,13 @@ def check_folder(word: str | None) -> None:
 
 def run_folder(path: Path) -> Path:
     """The run folder that `path` is, or that the checkpoint folder `path` belongs to."""
-    return path.parent.parent if path.parent.name == "checkpoints" and (path / "manifest.json").is_file() else path
+    return path.parent.parent if path.parent.name == layout.CHECKPOINTS and (path / "manifest.json").is_file() else path
 
 
 def read(run: Path) -> SavedSettings:
     """The usable settings of RUN/config.yaml, and a line for each other one that a person may want to type."""
     try:
-        config = read_mapping(run, "config.yaml")
+        config = read_mapping(run, layout.CONFIG)
     except Missing:
         config = {}
     except Unreadable as problem:

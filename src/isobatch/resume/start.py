@@ -16,6 +16,7 @@ from isobatch.checkpoint.reading import Saved
 from isobatch.errors import ConfigError
 from isobatch.resume import contract, signature
 from isobatch.resume.contract import Difference
+from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping
 from isobatch.scheduler import Schedule
 
@@ -66,18 +67,18 @@ class Resume:
         if self.task.trains and reading.exists(own) and not in_place:
             if config.checkpoint.resume == "auto":
                 return reading.read(own)
-            aside = Folder(own / "checkpoints").put_aside()
+            aside = Folder(own / layout.CHECKPOINTS).put_aside()
             log.warning("checkpoint.resume=never: this run starts over, its earlier checkpoints are in %s", aside)
         # step 0 is the seed's: no checkpoint says more about it than the settings do
         return None if named is None or config.checkpoint.load == "step-0" else reading.read(named, config.checkpoint.load)
 
     def _find_begun(self) -> Saved | None:
         """An attempt of this very run in this folder that was killed before its first checkpoint."""
-        before, options = configuration.read_yaml(self.run_dir / "config.yaml"), self.config.checkpoint
+        before, options = configuration.read_yaml(self.run_dir / layout.CONFIG), self.config.checkpoint
         if before is None or not self.task.trains or before.get("task") != self.task.name or options.resume != "auto":
             return None
         try:
-            plan = read_mapping(self.run_dir, "plan.json")
+            plan = read_mapping(self.run_dir, layout.PLAN)
             same = before.get("batch") == self.config.plain["batch"] and not contract.differences(before, self.config.plain)
         except Unreadable:
             return None
@@ -232,7 +233,7 @@ class Resume:
     def earlier_result(self) -> dict[str, float]:
         """`final` of the run's summary: what a finished run that is resumed still has to say."""
         try:
-            final = read_mapping(self.saved.run, "summary.json")["final"]  # type: ignore[union-attr]
+            final = read_mapping(self.saved.run, layout.SUMMARY)["final"]  # type: ignore[union-attr]
             return {str(k): float(v) for k, v in final.items()}
         except (Unreadable, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.errors import JobFailed
-from isobatch.run_folder import reading
+from isobatch.run_folder import layout, reading
 
 log = logging.getLogger("isobatch")
 
@@ -54,15 +54,15 @@ class RunFiles:
     def config(self, text: str) -> None:
         if self.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)  # deleted since the start
-            write_text(self.folder / "config.yaml", text)
+            write_text(self.folder / layout.CONFIG, text)
 
     def plan(self, plan: dict[str, Any]) -> None:
         if self.is_main:
-            write_json(self.folder / "plan.json", plan)
+            write_json(self.folder / layout.PLAN, plan)
 
     def resume_metrics(self, step: int) -> None:
         """Drop rows after `step`: a resumed run writes them again."""
-        path = self.folder / "metrics.jsonl"
+        path = self.folder / layout.METRICS
         if not self.is_main:
             return
         part = path.with_name(path.name + ".part")
@@ -86,7 +86,7 @@ class RunFiles:
             return
         try:
             if self._metrics is None:
-                self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+                self._metrics = (self.folder / layout.METRICS).open("a", encoding="utf-8")
             self._metrics.write(json.dumps(finite(row)) + "\n")
             self._metrics.flush()
             self._losing = False
@@ -100,9 +100,9 @@ class RunFiles:
         if not self.is_main:
             return
         try:
-            write_json(self.folder / "summary.json", summary)
+            write_json(self.folder / layout.SUMMARY, summary)
         except OSError as error:
-            problem = f"{self.folder / 'summary.json'} cannot be written ({error.strerror})"
+            problem = f"{self.folder / layout.SUMMARY} cannot be written ({error.strerror})"
             if summary.get("state") == "completed":
                 raise JobFailed(problem) from None
             log.warning(problem)
@@ -110,7 +110,7 @@ class RunFiles:
     def completed(self) -> bool:
         """Whether the folder holds the summary of a run that came to its end."""
         try:
-            return bool(reading.read_mapping(self.folder, "summary.json").get("state") == "completed")
+            return bool(reading.read_mapping(self.folder, layout.SUMMARY).get("state") == "completed")
         except reading.Unreadable:
             return False
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from isobatch.config import flat, read_yaml
 from isobatch.errors import ConfigError
+from isobatch.run_folder import layout
 from isobatch.run_folder.files import write_json
 from isobatch.run_folder.reading import Unreadable, read_mapping
 
@@ -23,10 +24,10 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
         ConfigError: the folder holds a job of another config; its first differing key is named.
     """
     try:
-        summary = read_mapping(run_dir, "summary.json")
+        summary = read_mapping(run_dir, layout.SUMMARY)
     except Unreadable:
         summary = {}
-    before = read_yaml(run_dir / "config.yaml")
+    before = read_yaml(run_dir / layout.CONFIG)
     if before is None:
         return "new" if not summary else "again", None
     then, now = flat(before), flat(plain)
@@ -39,7 +40,7 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
         final = summary.get("final")
         value = final.get("eval/accuracy", final.get("eval/loss")) if isinstance(final, dict) else None
         return "skip", float(value) if isinstance(value, int | float) else None
-    return ("go on" if (run_dir / "checkpoints").is_dir() else "again"), None
+    return ("go on" if (run_dir / layout.CHECKPOINTS).is_dir() else "again"), None
 
 
 def check_alone(plain: Mapping[str, Any]) -> None:
@@ -62,10 +63,10 @@ def skipped(plain: Mapping[str, Any], refusal: ConfigError, run_dir: Path) -> bo
     if not asked or refusal.key.partition(".")[0] not in MACHINE:
         return False
     try:
-        summary = read_mapping(run_dir, "summary.json")
+        summary = read_mapping(run_dir, layout.SUMMARY)
     except Unreadable:
         summary = {"error": str(refusal)}
-    write_json(run_dir / "summary.json", {**summary, "state": "skipped"})
+    write_json(run_dir / layout.SUMMARY, {**summary, "state": "skipped"})
     return True
 
 

@@ -19,6 +19,7 @@ from isobatch.config import Config, marked
 from isobatch.config.tables import MARKS
 from isobatch.console import make_console
 from isobatch.errors import ConfigError
+from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping
 from isobatch.runtime.distributed import ranks_from_environment
 from isobatch.sweeps.slots import deal, gpu_names
@@ -160,7 +161,7 @@ def measured(folder: Path) -> dict[str, float]:
             rate = read_mapping(path.parent, path.name)["perf"]["samples_per_s"]
         except (Unreadable, KeyError, TypeError):
             continue
-        config = configuration.read_yaml(path.with_name("config.yaml")) if isinstance(rate, (int, float)) and rate > 0 else None
+        config = configuration.read_yaml(path.with_name(layout.CONFIG)) if isinstance(rate, (int, float)) and rate > 0 else None
         if config is not None:
             found[rated(config)] = float(rate)
     return found

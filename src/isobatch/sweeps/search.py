@@ -26,6 +26,7 @@ from isobatch import config as configuration
 from isobatch import hydra_patches
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
+from isobatch.run_folder import layout
 
 log = logging.getLogger("isobatch")
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}
@@ -80,7 +81,7 @@ class Search(Sweeper):
         assert self.config is not None  # since setup
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
+        OmegaConf.save(self.config, folder / layout.MULTIRUN)
         study = self._study(fixed, searched)
         rounds: list[Sequence[JobReturn]] = []
         while trials := self._next(study):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.errors import ConfigError
+from isobatch.run_folder import layout
 from isobatch.tasks.base import Task, Work
 
 if TYPE_CHECKING:
@@ -50,10 +51,10 @@ def first_step(run: Path, asked: int | None) -> int:
     from isobatch.report.read import read_run
 
     recorded = read_run("", run).summary
-    if not (run / "metrics.jsonl").is_file():
+    if not (run / layout.METRICS).is_file():
         raise ConfigError("resume", run, "holds no metrics.jsonl to compare with", "set resume to a run folder")
     last = recorded.get("steps")
-    steps = sorted(int(name.removeprefix("step-")) for name in names(run / "checkpoints") if name.startswith("step-"))
+    steps = sorted(int(name.removeprefix("step-")) for name in names(run / layout.CHECKPOINTS) if name.startswith("step-"))
     if asked is None:
         return next((step for step in steps if isinstance(last, int) and step < last), 0)
     if asked and asked not in steps:
@@ -72,7 +73,7 @@ def as_cut(config: Config, run: Path) -> Any:
     from isobatch.report.read import read_run
     from isobatch.resume import contract
 
-    before, plan = configuration.read_yaml(run / "config.yaml"), read_run("", run).plan
+    before, plan = configuration.read_yaml(run / layout.CONFIG), read_run("", run).plan
     changed = contract.differences(before or {}, config.plain)
     if changed and not config.allow_contract_change:
         raise ConfigError(changed[0].key, changed[0].now, f"{run} was trained with {changed[0]}",

@@ -12,6 +12,7 @@ import torch
 from isobatch.compare.rows import Rows, compare_rows
 from isobatch.compare.runs import as_changes
 from isobatch.errors import ConfigError, JobFailed
+from isobatch.run_folder import layout
 from isobatch.run_folder.files import finite, write_json
 from isobatch.runtime.dtensor import whole
 from isobatch.tasks.base import Work
@@ -51,7 +52,7 @@ def replay(work: Work) -> None:
 def last_step(run: Path, first: int, steps: int | None, total: int) -> int:
     """The last step to train: `steps` after `first`, but none that the run has not recorded."""
     recorded = 0
-    with (run / "metrics.jsonl").open("rb") as file:
+    with (run / layout.METRICS).open("rb") as file:
         for line in file:
             try:
                 recorded = max(recorded, int(json.loads(line)["step"]))
@@ -83,7 +84,7 @@ def differing_weights(loop: Loop, run: Path) -> list[str] | None:
 
 def judge(work: Work, run: Path, first: int, tensors: list[str] | None) -> dict[str, Any]:
     """The verdict as it is written to replay.json."""
-    rows = compare_rows(run / "metrics.jsonl", work.run_dir / "metrics.jsonl")
+    rows = compare_rows(run / layout.METRICS, work.run_dir / layout.METRICS)
     identity = as_changes(*(_identity(folder) for folder in (run, work.run_dir)))
     exact = bool(work.config.reduction.exact)
     steps = f"steps {first + 1} to {work.loop.state.step}"
@@ -119,6 +120,6 @@ def rows_of(rows: Rows) -> dict[str, Any]:
 def _identity(folder: Path) -> dict[str, Any]:
     from isobatch.report.read import read_run
 
-    plan = json.loads((folder / "plan.json").read_text()) if (folder / "plan.json").is_file() else read_run("", folder).plan
+    plan = json.loads((folder / layout.PLAN).read_text()) if (folder / layout.PLAN).is_file() else read_run("", folder).plan
     found = plan.get("identity")
     return dict(found) if isinstance(found, dict) else {}

@@ -1,0 +1,18 @@
+"""The names in a run folder and in a sweep's, spelled here alone: the first thing to know for any storage but a local disk.
+
+    config.yaml plan.json metrics.jsonl summary.json train.log checkpoints/    of a run
+    multirun.yaml                                                             of a sweep, beside its jobs' folders
+"""
+
+from __future__ import annotations
+
+CONFIG = "config.yaml"
+PLAN = "plan.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+LOG = "train.log"
+CHECKPOINTS = "checkpoints"
+MULTIRUN = "multirun.yaml"
+
+# Of what a run writes: a reader that knows less says so instead of guessing. Runs from before there was a number have none.
+FORMAT = 1
