@@ -20,7 +20,7 @@ log = logging.getLogger("standin")
 
 
 def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
-    """Do what STANDIN asks of this rank and job: fail<rank>, refuse, kill<rank>, hang<rank>, stuck<rank>, sleep."""
+    """Do what STANDIN asks of this rank and job: refuse, sleep, or fail, kill, leave, hang or stuck with a rank behind it."""
     what, here = os.environ.get("STANDIN", ""), f"{ranks.rank}"
     if os.environ.get("STANDIN_AT", str(plain["accumulation"]["steps"])) != str(plain["accumulation"]["steps"]):
         what = ""  # meant for another job of the sweep
@@ -32,6 +32,8 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
             raise RuntimeError(f"asked to fail on rank {here}")
         if what == "refuse":
             raise ConfigError("model.arch", "resnet5O", "no such model", "try resnet50")
+        if what == f"leave{here}":
+            os._exit(0)
         if what == f"kill{here}":
             os.kill(os.getpid(), signal.SIGKILL)
         if what.startswith("hang"):  # the others wait for this rank, which has failed without a word to the group

@@ -1,7 +1,7 @@
 """The command: Hydra composes, `launch` runs, and this file turns every ending into its words and its exit code.
 
-0 done · 1 failed, or refused by Hydra itself · 2 refused · 130 Ctrl-C · 143 SIGTERM · 138 SIGUSR1. A sweep runs all its
-jobs and ends with 1 if one of them did not end well.
+0 done · 1 failed, or refused by Hydra itself · 2 refused · 130 Ctrl-C · 143 SIGTERM · 129 SIGHUP · 138 SIGUSR1. A sweep runs
+all its jobs and ends with 1 if one of them did not end well.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from isobatch import hydra_patches, launch, sweeps
 from isobatch.cli.help_screen import help_screen, own_folders
 from isobatch.cli.swept_overrides import WORD, reachable
 from isobatch.cli.verbs import run_verb
 from isobatch.config import conf_folder, plain_config
+from isobatch.console import streams
 from isobatch.errors import ConfigError, Stopped
+from isobatch.launch import parent, schedulers
 from isobatch.resume import saved_settings
-from isobatch.run_folder import layout
-from isobatch.runtime.distributed import ranks_from_environment
+from isobatch.run_folder import layout, lock
+from isobatch.run_folder.files import write_text
+from isobatch.runtime.distributed import joined, ranks_from_environment
 from isobatch.sweeps import launchers
 
 log = logging.getLogger("isobatch")
@@ -54,18 +57,21 @@ def one_job(cfg: DictConfig) -> float | None:
     plain: dict[str, Any] = {}
     hydra_patches.STAMP.release(run_dir)
     try:
-        plain = plain_config(cfg, Path(job.runtime.cwd))
-        if not sweep:
-            sweeps.check_alone(plain)
-        else:
-            word, result = sweeps.earlier(plain, run_dir)
-            if word != "new":
-                tell(sweeps.say(word, job.job.num, run_dir))
-            if word == "skip":
-                return result
-        for line in hydra_patches.left_out():
-            log.info("%s", line)
-        return launch.run(plain, run_dir)
+        with lock.held(run_dir):
+            record(cfg, run_dir)
+            with launch.settling(run_dir):
+                plain = plain_config(cfg, Path(job.runtime.cwd))
+                if not sweep:
+                    sweeps.check_alone(plain)
+            if sweep:
+                word, result = sweeps.earlier(plain, run_dir)
+                if word != "new":
+                    tell(sweeps.say(word, job.job.num, run_dir))
+                if word == "skip":
+                    return result
+            for line in hydra_patches.left_out():
+                log.info("%s", line)
+            return launch.run(plain, run_dir)
     except Stopped as stop:
         raise SystemExit(stop.exit_code) from None
     except ConfigError as refusal:
@@ -82,6 +88,19 @@ def one_job(cfg: DictConfig) -> float | None:
     if sweep:
         raise JobNotDone(f"isobatch: job {job.job.num} did not end well: {line}")
     raise SystemExit(code)
+
+
+def record(cfg: DictConfig, run_dir: Path) -> None:
+    """RUN/.hydra: what was typed and what came of it. Hydra would write it before the folder is this process's own."""
+    hydra_cfg = OmegaConf.masked_copy(HydraConfig.instance().cfg, "hydra")
+    texts = {"config.yaml": cfg, "hydra.yaml": hydra_cfg, "overrides.yaml": hydra_cfg.hydra.overrides.task}
+    try:
+        (run_dir / ".hydra").mkdir(exist_ok=True)
+        for name, node in texts.items():
+            write_text(run_dir / ".hydra" / name, OmegaConf.to_yaml(node))
+    except OSError as error:
+        raise ConfigError("hydra.run.dir", run_dir, f"cannot be written (.hydra: {error.strerror})",
+                          "set hydra.run.dir (hydra.sweep.dir) to a folder that can") from None  # fmt: skip
 
 
 def close_log(run_dir: Path) -> None:
@@ -102,17 +121,25 @@ def tell(text: str) -> None:
 
 def main() -> None:
     """Entry point of train.py and of the console script."""
+    streams.install()
     if (code_of_verb := run_verb(sys.argv[1:])) is not None:
         sys.exit(code_of_verb)
     gc.disable()  # a start makes a million objects and no garbage: searching them is a sixth of it; run.py enables it again
     signal.signal(signal.SIGTERM, _terminated)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, _terminated)
     logging.raiseExceptions = False  # a line that train.log cannot take (disk full) is no reason for a traceback
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # `imports=[my_models]` finds the user's own module from the console script too
     code = 1
     try:
+        schedulers.join()
+        joined()
+        if ranks_from_environment().world_size > 1:
+            parent.end_with_parent()
         if not ranks_from_environment().is_main:
             launch.follow()
+        sys.argv[1:] = without_local_rank(sys.argv[1:])
         check_words(sys.argv[1:])
         check_config_dir(sys.argv[1:])
         launchers.check_plugins(sys.argv[1:])
@@ -133,6 +160,7 @@ def main() -> None:
         tell(f"isobatch: {refusal}")
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
+        tell(f"isobatch: {launch.EARLY}")
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
@@ -141,6 +169,12 @@ def main() -> None:
         hydra_patches.STAMP.release()
         launch.finish(code)
     sys.exit(code)
+
+
+def without_local_rank(words: list[str]) -> list[str]:
+    """`words` less the `--local-rank=0` of torch.distributed.launch, which says it in the environment too."""
+    own = {f"--local{dash}rank={os.environ.get('LOCAL_RANK')}" for dash in "-_"}
+    return [word for word in words if word not in own]
 
 
 def check_words(words: list[str]) -> None:

@@ -79,7 +79,7 @@ class CsvFile(ImageFileOptions):
 
     def _cells(self, reader: csv.DictReader[str], path: Path, key: str) -> list[tuple[str, str]]:
         """(path, label) of every line; refuses columns that are missing or there twice, and cells that are missing or empty."""
-        header = reader.fieldnames or []
+        header = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
         for column in ("path_column", "label_column"):
             name = getattr(self, column)
             if header.count(name) != 1:
@@ -88,6 +88,9 @@ class CsvFile(ImageFileOptions):
                                   f"set data.{column} to one that is there once")  # fmt: skip
         rows = []
         for row in reader:
+            # blanks around a cell are nobody's file name or class; without this "cat" and " cat" are two
+            for column in (self.path_column, self.label_column):
+                row[column] = (row[column] or "").strip()
             if not row[self.path_column] or not row[self.label_column]:
                 raise ConfigError(f"data.{key}", getattr(self, key), f"line {reader.line_num} has no path or no label",
                                   "write both on every line, or take it out")  # fmt: skip

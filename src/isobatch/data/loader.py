@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from isobatch.data.samples import Request
 
 GRACE_S = 120  # how long a worker outlives a SIGTERM of its own: the training process takes a checkpoint meanwhile
+LEFT_S = 5.0  # for a process that has closed its connections to be over
 NAMED = 10  # unreadable files that are named one by one
 log = logging.getLogger(__name__)
 
@@ -90,12 +93,40 @@ class WorkerSource:
         try:
             with _quiet():
                 self.iterator = iter(self.loader)
-            yield from self.iterator
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            _take_over_children()
+            while True:
+                _waiting.append(self)
+                try:
+                    batch = next(self.iterator)
+                except StopIteration:
+                    return
+                finally:
+                    _waiting.remove(self)
+                yield batch
+        except (RuntimeError, OSError, EOFError, _WorkerLost) as error:
+            # OSError and EOFError: what a dead worker had read was still with it
+            found = self.lost() or (self.left() if isinstance(error, OSError | EOFError) else self.lost(0))
+            if not found and "DataLoader worker" not in str(error):
                 raise
-            raise JobFailed(f"data: a worker process died ({' '.join(str(error).split())[:160]}); if memory ran out, lower "
-                            "data.num_workers or data.prefetch") from None  # fmt: skip
+            found = found or " ".join(str(error).split())[:160]
+            raise JobFailed(f"data: a worker process died ({found}); if memory ran out, lower data.num_workers or "
+                            "data.prefetch") from None  # fmt: skip
+
+    def left(self) -> str:
+        """`lost`, of a worker whose end is so fresh that it may not have been counted yet."""
+        end = time.monotonic() + LEFT_S
+        while not (found := self.lost() or self.lost(0)) and time.monotonic() < end:
+            time.sleep(0.05)
+        return found
+
+    def lost(self, good: int | None = None) -> str:
+        """How a worker ended that should not have; empty if none did. good: an exit code that is as bad (0: it left)."""
+        for worker in getattr(self.iterator, "_workers", ()):
+            code = worker.exitcode
+            if code is not None and (code or code == good):
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                return f"process {worker.pid} {how}"
+        return ""
 
     def _checked(self, batches: Iterator[HostBatch | Failure]) -> Iterator[HostBatch]:
         for batch in batches:
@@ -130,6 +161,25 @@ class WorkerSource:
             worker.join()
 
 
+class _WorkerLost(Exception):
+    """Raised where the training process waits for a batch, and nowhere else."""
+
+
+_waiting: list[WorkerSource] = []
+
+
+def _take_over_children() -> None:
+    """torch's handler of SIGCHLD raises wherever the training happens to stand, in a step or a save too; this one does not."""
+    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, _child_ended)
+
+
+def _child_ended(signum: int, frame: Any) -> None:
+    for source in _waiting:
+        if source.lost():
+            raise _WorkerLost
+
+
 _LIVE: weakref.WeakSet[WorkerSource] = weakref.WeakSet()
 
 
@@ -154,6 +204,7 @@ def _start_worker(worker: int) -> None:
     shut down processes that are not this one's children.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda signum, frame: signal.alarm(GRACE_S))
     for source in list(_LIVE):
         if source.iterator is not None:

@@ -79,7 +79,9 @@ class Samples:
             index = -1
             channels = self.split.info.in_chans if self.split.info and len(self.split.info.shape) == 3 else None
             return HostBatch(stacked(inputs, channels), stacked(targets), replaced)
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | GeneratorExit) and torch.utils.data.get_worker_info() is None:
+                raise  # Ctrl-C; a worker does not get to see one, so there it is the dataset's own
             what = "a batch" if index < 0 else self.split.describe(index % len(self))
             line = f"data: {what} could not be read: {type(error).__name__}: {told(error)}"
             return Failure(line, traceback.format_exc())

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -57,6 +58,8 @@ METHODS: dict[tuple[type, str], Any] = {
     (Override, "value"): value_of_choice,
     (Plugins, "instantiate_launcher"): _launcher_of_sweep,
     (Plugins, "is_in_toplevel_plugins_module"): staticmethod(_is_plugin_or_ours),
+    (Hydra, "run"): refusals.run,
+    (Hydra, "multirun"): refusals.multirun,
     (ConfigLoaderImpl, "load_configuration"): refusals.load_configuration,
     (ConfigLoaderImpl, "_compose_config_from_defaults_list"): layers.compose,
     (ConfigLoaderImpl, "_apply_overrides_to_config"): staticmethod(refusals.apply_overrides),

@@ -5,15 +5,19 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from isobatch.checks import way_to_option
 from isobatch.config import TABLES, conf_folder, flat
@@ -49,6 +53,43 @@ def load_configuration(self: Any, config_name: str | None, overrides: list[str],
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         raise reworded(error, overrides) from error
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """What Hydra stumbles over outside of a job (its own settings, the folder) is one line too, and code 2."""
+    try:
+        yield
+    except (OmegaConfBaseException, OSError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"isobatch: {stumble(error)}", file=sys.stderr, flush=True)
+        raise SystemExit(ConfigError.exit_code) from None
+
+
+def stumble(error: Exception) -> ConfigError:
+    """The line for what keeps a job from beginning."""
+    if isinstance(error, OSError):
+        return ConfigError("hydra.run.dir", error.filename, f"cannot be made or written ({error.strerror})",
+                           "set hydra.run.dir (hydra.sweep.dir and hydra.sweep.subdir) to a folder that can")  # fmt: skip
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else None
+    if cause is not None:
+        return stumble(cause)
+    key = str(getattr(error, "full_key", None) or "a setting")
+    return ConfigError(key, "${...}", str(error).splitlines()[0], f"set {key}=... on the command line")
+
+
+_run, _multirun = Hydra.run, Hydra.multirun
+
+
+def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with one_line():
+        return _run(self, *args, **kwargs)
+
+
+def multirun(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with one_line():
+        return _multirun(self, *args, **kwargs)
 
 
 def apply_overrides(overrides: list[Override], cfg: DictConfig) -> None:

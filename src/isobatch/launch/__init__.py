@@ -9,22 +9,25 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from isobatch import config as configuration
 from isobatch import tasks
 from isobatch.errors import ConfigError, Stopped
-from isobatch.launch import devices, job, spawn, torchrun
+from isobatch.launch import devices, job, parent, spawn, torchrun
 from isobatch.launch.outcome import Folder, Outcome, RankFailed
 from isobatch.launch.signals import STOP
 from isobatch.launch.torchrun import follow
 from isobatch.launch.watchdog import witnessed
-from isobatch.runtime.distributed import Ranks, ranks_from_environment
+from isobatch.runtime.distributed import Ranks, joined, ranks_from_environment
 
-__all__ = ["STOP", "RankFailed", "finish", "follow", "run"]
+__all__ = ["STOP", "RankFailed", "finish", "follow", "run", "settling"]
 
 
+EARLY = "stopped before training began"
 MOST_RANKS = 1024  # a typing error must not fill the process table
 
 
@@ -39,22 +42,36 @@ def run(plain: dict[str, Any], run_dir: Path) -> float | None:
         Stopped: ended by a signal.
     """
     run_dir = run_dir.resolve()
-    folder = Folder(run_dir)
     STOP.requested = 0
-    try:
+    with settling(run_dir) as folder:
         outcome = _run(plain, run_dir)
-    except KeyboardInterrupt:
-        outcome = Outcome("stopped", line="stopped before training began", signum=signal.SIGINT)
-    except SystemExit as leaving:  # SIGTERM at a moment when nobody trains
-        signum = leaving.code - 128 if isinstance(leaving.code, int) and leaving.code > 128 else signal.SIGTERM
-        outcome = Outcome("stopped", line="stopped before training began", signum=signum)
-    except Exception as error:
-        outcome = Outcome.of(error)
     folder.settle(outcome)
     value = outcome.raise_unless_done()
     if STOP.requested:  # it came when the job was as good as done: the job stands, but a sweep ends here
         raise Stopped(STOP.requested)
     return value
+
+
+@contextmanager
+def settling(run_dir: Path) -> Iterator[Folder]:
+    """Whatever leaves the block stands in the folder's train.log and summary.json.
+
+    Raises:
+        ConfigError, RankFailed, Stopped: in place of whatever was raised.
+    """
+    folder = Folder(run_dir.resolve())
+    try:
+        yield folder
+        return
+    except KeyboardInterrupt:
+        outcome = Outcome("stopped", line=EARLY, signum=signal.SIGINT)
+    except SystemExit as leaving:  # SIGTERM at a moment when nobody trains
+        signum = leaving.code - 128 if isinstance(leaving.code, int) and leaving.code > 128 else signal.SIGTERM
+        outcome = Outcome("stopped", line=EARLY, signum=signum)
+    except Exception as error:
+        outcome = Outcome.of(error)
+    folder.settle(outcome)
+    outcome.raise_unless_done()
 
 
 def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
@@ -66,10 +83,11 @@ def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
         config.logger.check()
     ranks, options = ranks_from_environment(), config.parallel
     parallel = plain["parallel"]
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if joined():
         options.check(ranks)
         check_joined(parallel, ranks)
         if ranks.world_size > 1:
+            parent.at_the_end(lambda line: Folder(run_dir).settle(Outcome("failed", line=line)))
             with witnessed(run_dir):
                 return torchrun.run_led(plain, run_dir, ranks, job.TARGET)
         count = 1

@@ -16,6 +16,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from isobatch.runtime.processes import started
+
 
 def recall() -> dict[str, str]:
     """Parent folder -> run folder, as an earlier attempt under this process's torchrun agent left it; else nothing."""
@@ -51,20 +53,12 @@ def _file() -> Path | None:
         return None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         return None  # somebody else's: it must not choose where this run writes
-    return folder / f"{agent}-{_started(agent)}-{re.sub(r'[^A-Za-z0-9]', '_', run_id)[:60]}.json"
-
-
-def _started(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks: a number that is used again is not the same process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
+    return folder / f"{agent}-{started(agent)}-{re.sub(r'[^A-Za-z0-9]', '_', run_id)[:60]}.json"
 
 
 def _forget_the_dead(folder: Path) -> None:
     for file in folder.iterdir():
         pid, _, rest = file.name.partition("-")
         began = rest.partition("-")[0]
-        if pid.isdigit() and began.isdigit() and _started(int(pid)) != began:
+        if pid.isdigit() and began.isdigit() and started(int(pid)) != began:
             file.unlink(missing_ok=True)

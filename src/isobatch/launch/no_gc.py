@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 
 gc.disable()
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes is the launching process's business, as Ctrl-C is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 import traceback
 from contextlib import suppress
@@ -21,6 +22,10 @@ log = logging.getLogger(__name__)
 # The keys of design's summary.json; a run that trained fills them itself.
 KEYS = ("state", "steps", "updates", "skipped_steps", "samples", "plan", "final", "best", "weights_sha256", "time")
 BLANK: dict[str, Any] = dict.fromkeys((*KEYS, "perf", "ranks", "error"))
+
+
+# what gloo, nccl and the store say on a rank whose peer is gone
+FALLOUT = re.compile(r"by peer|Read error|Broken pipe|timed out|timeout|connection (was )?(closed|refused|lost)", re.IGNORECASE)
 
 
 class RankFailed(JobFailed):
@@ -95,9 +100,13 @@ class Outcome:
 
 
 def cause(outcomes: list[Outcome]) -> Outcome:
-    """The outcome to report for a job: the earliest that is not done, else the first."""
+    """The outcome to report for a job: the earliest that is not done, else the first.
+
+    That the connection to another rank was lost is never a cause while any rank says something else.
+    """
     bad = [o for o in outcomes if o.kind != "done"]
-    return min(bad, key=lambda o: o.at) if bad else outcomes[0]
+    own = [o for o in bad if o.kind != "failed" or not FALLOUT.search(o.line)]
+    return min(own or bad, key=lambda o: o.at) if bad else outcomes[0]
 
 
 def hung(outcome: Outcome, names: str, timeout_s: float) -> Outcome | None:
@@ -145,9 +154,10 @@ class Folder:
                              "error": outcome.line})  # fmt: skip
             return
         summary = self._read()
-        if summary.get("state") == "failed" and outcome.kind == "failed" and outcome.rank != 0:
-            # the main rank saw only the fallout ("connection closed by peer") of what went wrong elsewhere
-            self._write({**summary, "error": outcome.line})
+        if summary.get("state") == "failed" and (outcome.rank != 0 or outcome.kind != "failed"):
+            # the main rank saw only the fallout ("connection closed by peer") of what happened elsewhere
+            state = "stopped" if outcome.kind == "stopped" else "failed"
+            self._write({**summary, "state": state, "error": outcome.line})
 
     def _log(self, outcome: Outcome) -> None:
         text = outcome.trace if outcome.kind == "failed" and outcome.trace else ""

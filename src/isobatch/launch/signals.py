@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 in the process that trains: a flag that the loop reads at step boundaries."""
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 in the process that trains: a flag that the loop reads at step boundaries."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class StopFlag:
 
     @contextmanager
     def installed(self, *, from_terminal: bool = True, quiet: bool = False) -> Iterator[StopFlag]:
-        """Handle SIGTERM, SIGINT if `from_terminal`, and SIGUSR1 (SLURM's warning: `--signal=USR1@120`) unless somebody
-        else does, inside the block. Needs the main thread, else does nothing.
+        """Handle SIGTERM, SIGINT if `from_terminal`, SIGHUP (the terminal closes) unless it is ignored (nohup), and SIGUSR1
+        (SLURM's warning: `--signal=USR1@120`) unless somebody else does, inside the block. Needs the main thread, else does
+        nothing.
         """
         self.requested, self.since = 0, 0.0
         self._quiet, self._owner = quiet, os.getpid()
@@ -39,6 +40,8 @@ class StopFlag:
             yield self
             return
         signals = [signal.SIGTERM, signal.SIGINT] if from_terminal else [signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
         if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             signals.append(signal.SIGUSR1)
         before = {number: signal.signal(number, self._on_signal) for number in signals}
@@ -50,7 +53,7 @@ class StopFlag:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a data worker that was forked off: Ctrl-C is its parent's business
-            if signum == signal.SIGTERM:
+            if signum in (signal.SIGTERM, signal.SIGHUP):
                 os._exit(128 + signum)
             return
         now = time.monotonic()

@@ -22,12 +22,14 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from isobatch.console import streams
 from isobatch.errors import Stopped
 from isobatch.launch.job import execute, log_to
 from isobatch.launch.outcome import Folder, Outcome, cause, hung
 from isobatch.launch.signals import STOP
 from isobatch.runtime.distributed import Ranks
 
+GONE_S = 2.0  # for the ranks beside one that is gone without a word: what they say follows from that
 PEERS_S = 10.0  # for the ranks that did not fail: to notice, and to close what they had open
 TICK_S = 0.2  # how soon a request to stop is passed on
 
@@ -81,10 +83,13 @@ def _watch(workers: list[ForkServerProcess], meeting: Path, timeout_s: float) ->
         for sentinel in wait(list(alive), timeout=TICK_S):
             worker = alive.pop(sentinel)
             worker.join()
-            if worker.exitcode and worker.name not in killed:
+            silent = not (meeting / f"{workers.index(worker)}.json").exists()  # an exit code 0 may be the user's own os._exit
+            if (worker.exitcode or silent) and worker.name not in killed:
                 dead.append(worker)
-            # one that failed leaves its peers little time; one that is done leaves them what a collective may take
-            deadline = min(deadline, time.monotonic() + (PEERS_S if worker.exitcode else timeout_s))
+            # one that failed leaves its peers little time, one that is gone without a word next to none; one that is done
+            # leaves them what a collective may take
+            left = GONE_S if silent else PEERS_S if worker.exitcode else timeout_s
+            deadline = min(deadline, time.monotonic() + left)
         try:
             if STOP.requested and not asked:
                 asked, deadline = STOP.requested, min(deadline, time.monotonic() + max(30.0, timeout_s))
@@ -108,7 +113,7 @@ def _verdict(workers: list[ForkServerProcess], dead: list[ForkServerProcess], ki
     for worker in dead:
         if worker.name not in notes:  # it had no time to say why, and whatever its peers say followed from that
             code = worker.exitcode or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}, without a word"
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
             line = f"{worker.name} {how}{hint}"
             return Outcome("failed", line=line, trace=f"isobatch: {line}", rank=workers.index(worker))
@@ -145,6 +150,7 @@ def _work(plain: dict[str, Any], run_dir: Path, ranks: Ranks, meeting: Path, env
     os.environ.clear()
     os.environ.update(environ, RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank),
                       WORLD_SIZE=str(ranks.world_size), LOCAL_WORLD_SIZE=str(ranks.local_world_size))  # fmt: skip
+    streams.install()
     folder = Folder(run_dir) if ranks.is_main else None
     threading.Thread(target=_die_with_parent, args=(meeting, folder), daemon=True).start()
     log_to(run_dir, ranks.rank)

@@ -13,6 +13,7 @@ from isobatch.config import Config
 from isobatch.data import Splits
 from isobatch.errors import ConfigError
 from isobatch.planner import estimate
+from isobatch.planner.hooks import without_global_hooks
 from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
@@ -42,6 +43,7 @@ def candidates(effective: int, accumulation: int | None, num_replicas: int) -> l
     return sorted({-(-effective // (num_replicas * steps)) for steps in range(1, most + 1)}, reverse=True)
 
 
+@without_global_hooks()
 def choose(config: Config, model: nn.Module, splits: Splits, effective: int, accumulation: int | None,
            num_replicas: int, ranks: Ranks, device: torch.device) -> Choice:  # fmt: skip
     """Try on this rank's device and agree on the smallest answer. A collective.

@@ -16,6 +16,7 @@ from isobatch.data import Splits
 from isobatch.launch import devices
 from isobatch.planner import cost, estimate
 from isobatch.planner.estimate import MB, Resident
+from isobatch.planner.hooks import without_global_hooks
 from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.runtime.distributed import Ranks
 
@@ -56,6 +57,7 @@ class Preview:
     table: list[tuple[str, ...]] = field(default_factory=list)
 
 
+@without_global_hooks()
 def preview(config: Config, model: nn.Module, splits: Splits, batch: Batch, device: torch.device) -> Preview:
     """Memory without activations, which costs milliseconds; for task=plan all of it, by running a micro batch."""
     try:

@@ -5,6 +5,7 @@ Nothing here knows the config. With one process every exchange is the identity, 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,14 +82,30 @@ class Ranks:
         self.agree(0)
 
 
-def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks that torchrun (or `srun` with RANK and WORLD_SIZE set) started this process as; one rank without.
+@functools.cache
+def ranks_of_this_process() -> Ranks:
+    """`ranks_from_environment`, asked once: user code may set RANK and WORLD_SIZE for purposes of its own."""
+    return ranks_from_environment(os.environ)
+
+
+@functools.cache
+def joined() -> bool:
+    """Whether somebody else started this process as a rank, be it the only one. Asked once, as above."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def ranks_from_environment(environ: Mapping[str, str] | None = None) -> Ranks:
+    """The ranks that torchrun (or whoever sets RANK and WORLD_SIZE, see launch/schedulers.py) started this process as; one rank
+    without. Of this process (environ=None) they are read once.
 
     SLURM's own names fill in for a missing LOCAL_RANK and LOCAL_WORLD_SIZE.
 
     Raises:
         ConfigError: a number that is none, or a rank outside its world.
     """
+
+    if environ is None:
+        return ranks_of_this_process()
 
     def number(default: int, *names: str) -> int:
         for name in names:

@@ -7,6 +7,7 @@ Hydra asks `Plugins.instantiate_launcher` whatever the sweeper is (its own, Optu
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.errors import CompactHydraException
 
 from isobatch.config import SweepOptions, resolved, typed
 from isobatch.errors import ConfigError
+from isobatch.hydra_patches.refusals import stumble
 from isobatch.run_folder.reading import Unreadable, read_mapping
 from isobatch.runtime.distributed import ranks_from_environment
 
@@ -114,8 +117,24 @@ class Counted:
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         self.note({str(number): list(filter_overrides(words)) for number, words in enumerate(job_overrides, initial_job_idx)})
-        returns: Sequence[JobReturn] = self.launcher.launch(job_overrides, initial_job_idx=initial_job_idx)
+        returns: Sequence[JobReturn] = self.one_by_one(job_overrides, initial_job_idx)
         _failed.extend(r for r in returns if r.status != JobStatus.COMPLETED)
+        return returns
+
+    def one_by_one(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """With Hydra's own launcher each job alone: one whose folder cannot be made takes no other down."""
+        if type(self.launcher).__name__ != "BasicLauncher":
+            found: Sequence[JobReturn] = self.launcher.launch(job_overrides, initial_job_idx=initial_job_idx)
+            return found
+        returns: list[JobReturn] = []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            try:
+                returns += self.launcher.launch([overrides], initial_job_idx=number)
+            except OSError as error:
+                line = f"isobatch: job {number}: {stumble(error)}"
+                print(line, file=sys.stderr, flush=True)
+                returns.append(JobReturn(overrides=overrides, status=JobStatus.FAILED))
+                returns[-1].return_value = CompactHydraException(line)
         return returns
 
     def note(self, jobs: dict[str, list[str]]) -> None:
