@@ -78,3 +78,22 @@ def test_settings_that_contradict_the_started_ranks_are_refused() -> None:
     check_joined({"nproc": 2}, Ranks(0, 2, 0, 2))
     with pytest.raises(ConfigError, match=r"parallel\.nproc=3: was started as 2 rank"):
         check_joined({"nproc": 3}, Ranks(0, 2, 0, 2))
+
+
+def test_a_group_that_could_not_be_made_does_not_shift_the_next_ones_name(tmp_path) -> None:
+    """Ranks meet under a number that torch counts: one that failed once waited for its peers for ever."""
+    import torch.distributed as dist
+
+    from isobatch.runtime.distributed import create_group, destroy_group
+
+    def count() -> int:
+        return dist.distributed_c10d._world.group_count
+
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(Exception, match=r"(?i)time|connect"):
+        create_group(Ranks(0, 2, 0, 2), "gloo", store, 0.5)
+    assert count() == 0
+    create_group(Ranks(), "gloo", dist.FileStore(str(tmp_path / "other"), 1), 5)
+    assert count() == 1
+    destroy_group()
+    assert count() == 0

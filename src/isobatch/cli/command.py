@@ -92,7 +92,8 @@ def one_job(cfg: DictConfig) -> float | None:
 
 def record(cfg: DictConfig, run_dir: Path) -> None:
     """RUN/.hydra: what was typed and what came of it. Hydra would write it before the folder is this process's own."""
-    hydra_cfg = OmegaConf.masked_copy(HydraConfig.instance().cfg, "hydra")
+    whole: Any = HydraConfig.instance().cfg
+    hydra_cfg = OmegaConf.masked_copy(whole, "hydra")
     texts = {"config.yaml": cfg, "hydra.yaml": hydra_cfg, "overrides.yaml": hydra_cfg.hydra.overrides.task}
     try:
         (run_dir / ".hydra").mkdir(exist_ok=True)

@@ -118,7 +118,7 @@ def damaged(error: Exception) -> bool:
     return isinstance(error, UNREADABLE) or bool(modules & DECODERS)
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """The error's text in one line."""
     return OBJECT.sub("", " ".join(str(error).split()))
 

@@ -67,7 +67,8 @@ class Owner:
         kinds = {key: type(value) for key, value in asdict(cls("", 0, "", "", "", "", "")).items()}
         if not isinstance(data, dict) or any(not isinstance(data.get(k), kind) for k, kind in kinds.items() if k != "began"):
             return None
-        return cls(**{key: data.get(key) for key in kinds})
+        known: dict[str, Any] = {key: data.get(key) for key in kinds}
+        return cls(**known)
 
     def beside(self, other: Owner) -> bool:
         """Whether both see the same processes."""

@@ -5,6 +5,7 @@ Nothing here knows the config. With one process every exchange is the identity, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Mapping
@@ -196,8 +197,15 @@ def create_group(ranks: Ranks, backend: str, store: Any, timeout_s: float, devic
     import torch.distributed as dist
 
     known = device if device is not None and "nccl" in backend else None
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size,
-                            timeout=timedelta(seconds=timeout_s), device_id=known)  # fmt: skip
+    try:
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size,
+                                timeout=timedelta(seconds=timeout_s), device_id=known)  # fmt: skip
+    except Exception:
+        # torch counts the groups that a process has begun, and ranks meet under that number: where one failed to join and its
+        # peers did not, the next job's group would never meet
+        with contextlib.suppress(AttributeError):
+            dist.distributed_c10d._world.group_count = 0
+        raise
 
 
 def destroy_group() -> None:

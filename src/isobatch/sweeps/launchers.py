@@ -7,6 +7,7 @@ Hydra asks `Plugins.instantiate_launcher` whatever the sweeper is (its own, Optu
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -127,6 +128,8 @@ class Counted:
             found: Sequence[JobReturn] = self.launcher.launch(job_overrides, initial_job_idx=initial_job_idx)
             return found
         returns: list[JobReturn] = []
+        words = logging.getLogger(type(self.launcher).__module__)
+        words.addFilter(lambda record: not str(record.msg).startswith("Launching"))  # "1 jobs", for each of them
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             try:
                 returns += self.launcher.launch([overrides], initial_job_idx=number)
