@@ -68,7 +68,8 @@ class RunFiles:
         part = path.with_name(path.name + ".part")
         try:
             with reading.open_file(self.folder, path.name, reading.METRICS) as before, part.open("wb") as after:
-                after.writelines(row for row in reading.lines(before) if row.endswith(b"\n") and _step_of(row) <= step)
+                whole = (row for row in reading.lines(before) if row.endswith(b"\n"))
+                after.writelines(row for row in whole if (found := step_of(row)) is not None and found <= step)
             os.replace(part, path)
         except reading.Missing:
             return
@@ -121,8 +122,9 @@ class RunFiles:
             self._metrics = None
 
 
-def _step_of(row: bytes) -> int:
+def step_of(row: bytes) -> int | None:
+    """The step of a line of metrics.jsonl; None for one that is damaged."""
     try:
         return int(json.loads(row)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return 2**62  # a damaged line is dropped
+        return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from isobatch.compare.rows import Rows, compare_rows
 from isobatch.compare.runs import as_changes
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.run_folder import layout
-from isobatch.run_folder.files import finite, write_json
+from isobatch.run_folder.files import finite, step_of, write_json
+from isobatch.run_folder.reading import METRICS, Unreadable, lines, open_file, read_mapping
 from isobatch.runtime.dtensor import whole
 from isobatch.tasks.base import Work
 from isobatch.train.loop import Loop
@@ -52,12 +53,9 @@ def replay(work: Work) -> None:
 def last_step(run: Path, first: int, steps: int | None, total: int) -> int:
     """The last step to train: `steps` after `first`, but none that the run has not recorded."""
     recorded = 0
-    with (run / layout.METRICS).open("rb") as file:
-        for line in file:
-            try:
-                recorded = max(recorded, int(json.loads(line)["step"]))
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue
+    with suppress(Unreadable), open_file(run, layout.METRICS, METRICS) as file:
+        for line in lines(file):
+            recorded = max(recorded, step_of(line) or 0)
     return min(total, recorded, first + steps if steps is not None else total)
 
 
@@ -120,6 +118,9 @@ def rows_of(rows: Rows) -> dict[str, Any]:
 def _identity(folder: Path) -> dict[str, Any]:
     from isobatch.report.read import read_run
 
-    plan = json.loads((folder / layout.PLAN).read_text()) if (folder / layout.PLAN).is_file() else read_run("", folder).plan
+    try:
+        plan = read_mapping(folder, layout.PLAN)
+    except Unreadable:
+        plan = dict(read_run("", folder).plan)
     found = plan.get("identity")
     return dict(found) if isinstance(found, dict) else {}
