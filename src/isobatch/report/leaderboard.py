@@ -49,7 +49,8 @@ def leaderboard(comparison: Comparison) -> str:
         lines.append(f'<tr data-j="{index}" data-n="{name}"><th scope="row" data-v="{job}" title="{name}">{dot}{job}</th>'
                      f'{"".join(cells)}</tr>')  # fmt: skip
     head = f'<thead><tr class="groups">{top}</tr><tr>{"".join(heads)}</tr></thead>'
-    same = "".join(f"<span class='value'>{escape(c.title)} <b>{escape(show(rows[0][c.key]))}</b></span>" for c in folded)
+    shared = {c.title: next(row[c.key] for row in rows if row[c.key] is not None) for c in folded}
+    same = "".join(f"<span class='value'>{escape(key)} <b>{escape(show(value))}</b></span>" for key, value in shared.items())
     fold = f'<details class="folded"><summary>{len(folded)} columns that are the same for all</summary>{same}</details>'
     return (f'<div class="scroll" tabindex="0"><table id="jobs">{head}<tbody>{"".join(lines)}</tbody></table></div>'
             f'{fold if folded else ""}')  # fmt: skip
@@ -61,7 +62,7 @@ def constant(comparison: Comparison) -> list[Column]:
         return []
     keep = {JOB, "state", comparison.primary, *comparison.swept}
     return [c for c in comparison.columns if c.key not in keep and c.group != SAME
-            and len({show(row[c.key]) for row in comparison.rows}) == 1]  # fmt: skip
+            and len({show(row[c.key]) for row in comparison.rows if row[c.key] is not None}) == 1]  # fmt: skip
 
 
 def _breakable(title: str) -> str:

@@ -94,13 +94,16 @@ def tabulate(runs: Sequence[Run]) -> Comparison:
     columns = [Column(JOB, CONFIG, rank=1)]
     keys = [*chosen, *(key for key in keys if key not in chosen)]
     # what was swept is always shown
-    columns += [Column(key, CONFIG, rank=1 if key in chosen[:_SWEPT] else 10 + i) for i, key in enumerate(keys)]
-    columns += [Column("state", RESULT, rank=1)]
+    settings = [Column(key, CONFIG, rank=1 if key in chosen[:_SWEPT] else 10 + i) for i, key in enumerate(keys)]
+    columns += settings[: len(chosen)] or settings
+    results = [Column("state", RESULT, rank=1)]
     for name in names:
         for which, pick in (("best", 1), ("final", 0)):
             if any(name in pair[pick] for pair in metrics):
                 key = f"{which} {name}"
-                columns.append(Column(key, RESULT, direction(name), 1 if key == primary else _RANKS.get(key, 0)))
+                results.append(Column(key, RESULT, direction(name), 1 if key == primary else _RANKS.get(key, 0)))
+    # the narrowest screen shows what was swept and what the jobs are ranked by
+    columns += sorted(results, key=lambda column: column.key != primary) + (settings[len(chosen) :] if chosen else [])
     same = [column for column in _FIXED if column.group == SAME]
     plans = one_training([key for key in keys if key not in synthetic] or synthetic)
     if plans:

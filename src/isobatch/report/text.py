@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.report.config_columns import Cell
+from isobatch.report.names import short
 from isobatch.report.read import one_line
 from isobatch.report.table import Column, Comparison
 from isobatch.report.words import show
@@ -50,7 +52,7 @@ def print_table(comparison: Comparison, console: Console | None = None) -> None:
     table = Table(title=_title(comparison), title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         numeric = any(isinstance(row[column.key], int | float) for row in comparison.rows)
-        table.add_column(Text(_heading(column)), justify="right" if numeric else "left", overflow="fold")
+        table.add_column(Text(_heading(column, comparison.swept)), justify="right" if numeric else "left", overflow="fold")
     for row in comparison.rows[:_SHOWN_IN_TERMINAL]:
         # Text, not markup: a config value such as [red] is shown as it is.
         table.add_row(*[Text(show(row[c.key]), style=_style(row[c.key], c, comparison)) for c in columns])
@@ -64,11 +66,12 @@ def print_table(comparison: Comparison, console: Console | None = None) -> None:
         console.print(Text(f"left out: {one_line(folder)} is a run of another program"))
 
 
-def _heading(column: Column) -> str:
+def _heading(column: Column, swept: Sequence[str]) -> str:
     """A heading that breaks where its parts end, so that a narrow column needs no hyphen in a word."""
     if column.key == "samples/s":
         return column.key
-    return column.title.replace(".", ".\n").replace(" ", "\n").replace("/", "/\n")
+    title = short(column.key, swept) if column.key in swept else column.title
+    return title.replace(".", ".\n").replace(" ", "\n").replace("/", "/\n")
 
 
 def _fitting(comparison: Comparison, width: int) -> list[Column]:
@@ -77,7 +80,7 @@ def _fitting(comparison: Comparison, width: int) -> list[Column]:
 
     def needed(column: Column) -> int:
         cells = [len(show(row[column.key])) for row in comparison.rows[:_SHOWN_IN_TERMINAL]]
-        return max([*map(len, _heading(column).split("\n")), *cells]) + 3
+        return max([*map(len, _heading(column, comparison.swept).split("\n")), *cells]) + 3
 
     while sum(map(needed, columns)) > width and max(column.rank for column in columns) > 1:
         columns.remove(max(reversed(columns), key=lambda column: column.rank))
