@@ -28,3 +28,18 @@ def test_another_architecture_on_the_default_model_is_told_the_way_out() -> None
     model = load(plain("model=small", "model.arch=resnet18")).model
     with pytest.raises(ConfigError, match=r"set model=timm model\.arch=resnet18 \(model\.kwargs is \{'patch_size': 1\}\)"):
         model.build(DataInfo("x", (3, 8, 8), 10))
+
+
+def test_an_exact_run_on_one_core_is_told_that_more_give_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isobatch.runtime.cores.usable", lambda: 4)
+    words = (*BASE, "reduction=exact", "batch.micro=8", "steps=1", "epochs=null")
+
+    def said(name: str, *more: str) -> str:
+        train(tmp_path / name, *words, *more)
+        return " ".join(capsys.readouterr().out.split())
+
+    note = "reduction=exact keeps one core busy; parallel=ddp parallel.nproc=4 gives the same bits sooner"
+    assert note in said("many") and "keeps one core busy" not in said("one", "batch.effective=8")
+    assert "keeps one core busy" not in said("fast", "reduction=fast")

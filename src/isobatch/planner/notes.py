@@ -9,6 +9,7 @@ from isobatch.batch_plan import BatchPlan
 from isobatch.config import Config
 from isobatch.data import Splits
 from isobatch.model import freezing
+from isobatch.runtime import cores
 from isobatch.runtime.distributed import Ranks
 from isobatch.train.batch_norm import tracking_layers
 
@@ -34,6 +35,10 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
         )
     if not config.reduction.exact and batch.num_shards > 1:
         found.append("reduction=fast: plans agree up to rounding; reduction=exact makes them agree to the bit")
+    helpers = min(cores.usable(), batch.num_shards)
+    alone = device.type == "cpu" and ranks.world_size == 1 and config.parallel.name == "single"
+    if config.reduction.exact and alone and helpers > 1:
+        found.append(f"reduction=exact keeps one core busy; parallel=ddp parallel.nproc={helpers} gives the same bits sooner")
     if device.type == "cuda" and not config.deterministic:
         found.append("some CUDA kernels are not deterministic: deterministic=true asks torch for those that are")
     if device.type != "cuda" and (asked := getattr(config.parallel, "devices", None)):
