@@ -25,6 +25,28 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+OPTIONAL = ("trackio",)  # packages that `.[test]` leaves out: see pyproject.toml
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    return _not_for_want_of_a_package((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    return _not_for_want_of_a_package((yield))
+
+
+def _not_for_want_of_a_package(report):
+    """A test that is skipped because a package is not there would never be missed: that is an error of the set-up."""
+    reason = str(report.longrepr[2]) if report.skipped and isinstance(report.longrepr, tuple) else ""
+    missing = "could not import" in reason or "pip install" in reason
+    if missing and not any(repr(name) in reason for name in OPTIONAL):
+        report.outcome, report.longrepr = "failed", f"{reason}: pip install -e '.[test]' -c constraints.txt"
+    return report
+
+
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until the tests are collected: a sixth of the imports' time
     import torch
