@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,17 @@ from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.summary import summarize
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks, choose_device
+from isobatch.runtime.dtensor import is_sharded
 from isobatch.runtime.randomness import ShardSeeder, seed_everything
 from isobatch.scheduler import Schedule
 from isobatch.tasks import Work
 from isobatch.train import batch_norm
 from isobatch.train.loop import Loop
+from isobatch.train.rehearsal import Rehearsal
 from isobatch.train.state import TrainState
 from isobatch.train.step import Parts
+
+log = logging.getLogger("isobatch")
 
 
 def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
@@ -172,6 +177,10 @@ class Run:
         config.parallel.shard(model, average and average.module, config.precision, ranks, device,
                               lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
         optimizer = config.optimizer.build(model, plan.batch.effective)
+        if not is_sharded(model):  # there a forward is a collective, and `shard` has made one
+            rehearsal = Rehearsal(working.module, config.model, splits, config.precision, device, channels_last, config.seed)
+            for line in rehearsal.run(config.loss.build(), config.loss.evaluation(), prepare, self.task.trains):
+                log.info("%s", line)
         statistics = batch_norm.ShardStatistics(working.module)
         if config.compile:
             # shapes are few and fixed; a graph for any size would be slower, and depend on which size came first

@@ -58,7 +58,7 @@ def test_ranks_meet_once_per_window_in_its_last_micro_step(tmp_path: Path) -> No
     assert records[0].weights == records[1].weights
     lines = sorted(calls.read_text().split("\n")[:-1])
     # per rank two windows of two micro steps: one held back, one that meets
-    assert lines == ["False _GeneratorContextManager"] * 4 + ["True nullcontext"] * 4
+    assert lines == ["False _GeneratorContextManager"] * 4 + ["True _GeneratorContextManager"] * 4
 
 
 def test_schedule_and_log_count_updates(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""Two forwards before the first step, one as in training and one as in an evaluation: what cannot work is one line, at once.
+
+Without it a wrong image size ends a run after its first epoch, in the first evaluation, and a label outside the classes in the
+middle of an epoch, with an assertion of somebody else. Nothing of it is noticed: generators, buffers and gradients stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobatch.data import Split, Splits
+from isobatch.data.device import ToDevice
+from isobatch.data.feed import Request
+from isobatch.data.loader import WorkerSource
+from isobatch.data.samples import Samples
+from isobatch.errors import ConfigError
+from isobatch.parallel.unused import unnoticed
+from isobatch.planner.trial import is_out_of_memory
+from isobatch.precision.masters import to_fp32
+from isobatch.runtime.randomness import isolated_generators
+
+log = logging.getLogger("isobatch")
+
+IGNORED = -100  # the class number that torch's losses leave out
+SLOW_S = 60.0  # what takes longer is said, so that nobody takes it for a hang
+
+
+class Rehearsal:
+    """
+    Args:
+        module: what the forward runs on, on its device.
+        model: options of group model, to name a setting. precision, device, channels_last: as the training has them.
+    """
+
+    def __init__(self, module: nn.Module, model: Any, splits: Splits, precision: Any, device: torch.device,
+                 channels_last: bool, seed: int):  # fmt: skip
+        self.module, self.model, self.splits, self.precision = module, model, splits, precision
+        self.device, self.channels_last, self.seed = device, channels_last, seed
+
+    def run(self, criterion: Any, evaluation: Any, prepare: Callable[..., Any] | None, trains: bool) -> list[str]:
+        """Both forwards, without `trains` the evaluation's alone. Returns lines for a person.
+
+        Raises:
+            ConfigError: one cannot be done, or its output or the labels do not fit the loss.
+        """
+        started, modes = time.monotonic(), [(m, m.training) for m in self.module.modules()]
+        for which, split in (("training", self.splits.train), ("evaluation", self.splits.eval)):
+            self._labels(which, split)
+        try:
+            if trains:
+                self._forward("training", self.splits.train, 2, self.precision.autocast, criterion, prepare)
+            self.module.eval()
+            drew = self._forward("evaluation", self.splits.eval, 1, self.precision.evaluation, evaluation, None)
+        finally:
+            for module, training in modes:
+                module.training = training
+        if (seconds := time.monotonic() - started) > SLOW_S:
+            log.info("the two forwards before training took %.0f s", seconds)
+        return ["the model draws random numbers in evaluation: they come from (seed, step, batch)"] if drew else []
+
+    def _labels(self, which: str, split: Split) -> None:
+        """All labels at once, where a data set has them at hand."""
+        classes = self.splits.info.num_classes
+        if not classes or split.targets == split._scan_targets:
+            return
+        labels = split.targets()
+        if labels.ndim != 1 or labels.is_floating_point() or not len(labels):
+            return
+        wrong = ((labels < 0) | (labels >= classes)) & (labels != IGNORED)
+        if bool(wrong.any()):
+            index = int(wrong.nonzero()[0, 0])
+            self._refuse_label(which, split, index, int(labels[index]))
+
+    def _refuse_label(self, which: str, split: Split, index: int, label: int) -> None:
+        classes = self.splits.info.num_classes
+        raise ConfigError("data.name", self.splits.info.name, f"{split.describe(index)} of the {which} split has the label "
+                          f"{label}, and the classes are 0 to {classes - 1}",
+                          "number the classes from 0, or set data.num_classes")  # fmt: skip
+
+    def _forward(self, which: str, split: Split, count: int, autocast: Any, criterion: Any, prepare: Any) -> bool:
+        """Whether the model drew random numbers."""
+        with isolated_generators():
+            samples = Samples(split, self.seed, replaces=which == "training")
+            source = WorkerSource(samples, ToDevice(self.device, split.info, self.channels_last))
+            request = Request(0, torch.tensor([0, min(1, len(split) - 1)][:count]))
+            inputs, targets = next(source.batches(iter([request])))
+            if prepare is not None:
+                inputs, targets = prepare(inputs, targets, 0, (0,), (count,))
+            with unnoticed(self.module, inputs), torch.no_grad():
+                before = torch.get_rng_state()
+                try:
+                    with autocast(self.device):
+                        output = to_fp32(self.module(inputs))
+                except Exception as error:
+                    raise self._unfit_input(which, split, inputs, error) from error
+                drew = not torch.equal(before, torch.get_rng_state())
+                try:
+                    loss = criterion(output, targets)
+                except Exception as error:
+                    raise self._unfit_output(which, split, output, targets, error) from error
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise ConfigError("loss.name", type(criterion).__name__, f"gives {_form(loss)}, and a loss is one number",
+                              "return the mean over the samples")  # fmt: skip
+        return drew
+
+    def _unfit_input(self, which: str, split: Split, inputs: Tensor, error: Exception) -> Exception:
+        if is_out_of_memory(error):
+            return error
+        shapes = [tuple(inputs.shape[1:]), self.splits.info.shape]
+        key, value, way_out = "model.name", self.model.name, "choose a model for such inputs"
+        if which == "evaluation" and shapes[0] != shapes[1]:
+            key, value = "data.eval_size", shapes[0][-1]
+            way_out = "set data.eval_size=null, or let the model take any size (+model.kwargs.dynamic_img_size=true)"
+        elif hasattr(self.model, "arch"):
+            key, value = "model.arch", self.model.arch
+            way_out = f"set +model.kwargs.img_size={shapes[0][-1]}, or data.image_size to what it takes"
+        return ConfigError(key, value, f"the model cannot take the {which}'s inputs, {_form(inputs)}, as of "
+                           f"{split.describe(0)} ({_told(error)})", way_out)  # fmt: skip
+
+    def _unfit_output(self, which: str, split: Split, output: Any, targets: Any, error: Exception) -> Exception:
+        if is_out_of_memory(error):
+            return error
+        return ConfigError("loss.name", type(error).__name__, f"the {which}'s loss cannot take the model's output, "
+                           f"{_form(output)}, with targets {_form(targets)}, as of {split.describe(0)} ({_told(error)})",
+                           "return one tensor of class scores and class numbers (int64), or set a loss for them")  # fmt: skip
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    inner = ", ".join(_form(v) for v in (value.values() if isinstance(value, dict) else value)) if isinstance(
+        value, dict | list | tuple) else ""  # fmt: skip
+    return f"a {type(value).__name__}" + (f" of {inner}" if inner else "")
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".rstrip(": ")
