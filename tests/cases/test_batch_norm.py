@@ -49,7 +49,8 @@ def test_case_20_all_ranks_and_the_checkpoint_hold_the_mean_of_the_ranks_statist
 
 def test_case_21_the_average_counts_updates_not_micro_steps(tmp_path: Path) -> None:
     seen: list[float] = []
-    words = (*mean_probe([float(i) for i in range(1, 17)]), "batch.effective=8", "batch.micro=4", "ema=ema", "ema.warmup=false", "ema.decay=0.9")
+    words = (*mean_probe([float(i) for i in range(1, 17)]), "batch.effective=8", "batch.micro=4",
+             "ema=ema", "ema.warmup=false", "ema.decay=0.9")  # fmt: skip
     train(tmp_path, *words, observe=lambda state, parts, window: seen.append(state.ema.module[1].bias.item()))
     assert seen == pytest.approx([0.45, 1.655], abs=1e-6)
 
