@@ -42,7 +42,7 @@ from isobatch.runtime.dtensor import is_sharded
 from isobatch.runtime.randomness import ShardSeeder, seed_everything
 from isobatch.scheduler import Schedule
 from isobatch.tasks import Work
-from isobatch.train import batch_norm
+from isobatch.train import batch_norm, graph
 from isobatch.train.loop import Loop
 from isobatch.train.rehearsal import Rehearsal
 from isobatch.train.state import TrainState
@@ -122,6 +122,7 @@ class Run:
         order_size = config.sampler.order_size(len(splits.train))
         plan = BatchPlan(batch, order_size, config.sampler.tail)
         batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
+        graph.check(config, batch.accumulation_steps, device)
         total = config.steps or config.epochs * plan.windows_per_epoch  # type: ignore[operator]
         self.plan = {**plan.as_dict(), "world_size": self.world.world_size}
         ahead = preview(config, model, splits, batch, device) if ranks.is_main else Preview()
@@ -185,7 +186,8 @@ class Run:
         if config.compile:
             # shapes are few and fixed; a graph for any size would be slower, and depend on which size came first
             working.module.compile(dynamic=False, mode=None if config.compile is True else config.compile)
-        reducer = config.reduction.build(working, config.parallel, plan, ranks, device)
+        working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks)
+        reducer = config.reduction.build(working, strategy, plan, ranks, device)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer)
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
         self.resume.restore(state)
@@ -208,7 +210,7 @@ class Run:
             parts=Parts(
                 criterion=config.loss.build(), reducer=reducer, precision=config.precision, working=working,
                 statistics=statistics, seed=seed, device=device,
-                max_grad_norm=config.max_grad_norm, skip_nonfinite=config.on_nonfinite == "skip",
+                micro_step=micro_step, max_grad_norm=config.max_grad_norm, skip_nonfinite=config.on_nonfinite == "skip",
             ),
             feed=Feed(
                 source(splits.train, True), plan,

@@ -131,6 +131,7 @@ class Settings:
     threads: int | None = option(None, resume="identity", speed=True)
     device: str | None = option(None, resume="identity")
     compile: Any = option(False, resume="identity", speed=True)
+    cuda_graph: bool | None = option(None, resume="identity", speed=True)
     channels_last: bool | None = option(None, resume="identity")
     on_nonfinite: str = option("stop", resume="free")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from isobatch.errors import ConfigError
 
@@ -38,6 +38,7 @@ class Single:
     """One process, one device."""
 
     name: str = "single"
+    not_recordable: ClassVar[str | None] = None  # why micro steps cannot be recorded as CUDA graphs (cuda_graph=true)
 
     @property
     def num_processes(self) -> int:

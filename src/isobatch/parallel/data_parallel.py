@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.checks import positive
 from isobatch.errors import ConfigError
@@ -29,6 +29,7 @@ class DataParallel(Single):
     """
 
     name: str = "dp"
+    not_recordable: ClassVar[str | None] = "nn.DataParallel copies the weights and starts threads in every forward"
     devices: list[int] | None = None
     replicas: int | None = None
 

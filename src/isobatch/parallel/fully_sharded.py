@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.checks import choice
 from isobatch.errors import ConfigError
@@ -44,6 +44,7 @@ class FullySharded(Processes):
     """
 
     name: str = "fsdp"
+    not_recordable: ClassVar[str | None] = "parallel=fsdp gathers weights and sends gradients within a micro step"
     blocks: Any = "auto"
     reshard_after_forward: bool = True
     reshard_between_micro_steps: bool = True

@@ -52,6 +52,7 @@ def identity(config: Config, device: torch.device, threads: int, batch: Batch) -
     settled = {
         "threads": threads,
         "channels_last": wants_channels_last(config, device),
+        "cuda_graph": bool(config.cuda_graph),
         "precision": config.precision.describe(device),
         "micro_batch": batch.micro,
         "num_shards": batch.num_shards,

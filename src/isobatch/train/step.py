@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from isobatch.data.feed import WindowData
+from isobatch.data.feed import MicroBatch, WindowData
 from isobatch.precision.masters import WorkingCopy, to_fp32
 from isobatch.runtime.randomness import ShardSeeder
 from isobatch.train.batch_norm import ShardStatistics
@@ -25,6 +26,22 @@ class Criterion(Protocol):
     def __call__(self, output: Any, targets: Any, /) -> Tensor: ...
 
 
+def micro_step(state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> Tensor:
+    """Forward and backward of one micro batch: adds its gradients to the window's. Returns its weighted loss, 0-d."""
+    parts.seed(step, micro.shards)
+    parts.statistics.enter()
+    with parts.reducer.shard(micro):
+        with parts.precision.autocast(parts.device):
+            output = parts.reducer.module(micro.inputs)
+        loss = times(parts.criterion(to_fp32(output), micro.targets), micro.weight)
+        parts.statistics.leave(micro, parts.reducer)  # before backward: checkpointing runs the forward again in there
+        parts.reducer.record(micro, loss)
+        if micro.is_first:
+            parts.working.zero_grad(state.optimizer)  # this late: gradients and activations never coexist idly
+        state.scaler.scale(times(loss, parts.reducer.loss_factor)).backward()
+    return loss.detach()
+
+
 @dataclass(slots=True)
 class Parts:
     """What a step is made of, chosen by the config groups; none of it changes during a run."""
@@ -36,6 +53,7 @@ class Parts:
     statistics: ShardStatistics
     seed: ShardSeeder
     device: torch.device
+    micro_step: Callable[..., Tensor] = micro_step
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
 
@@ -47,17 +65,7 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
     while True:
         reducer.begin(data.window)
         for micro in data.micro_batches:
-            parts.seed(data.window.step, micro.shards)
-            statistics.enter()
-            with reducer.shard(micro):
-                with parts.precision.autocast(parts.device):
-                    output = reducer.module(micro.inputs)
-                loss = times(parts.criterion(to_fp32(output), micro.targets), micro.weight)
-                statistics.leave(micro, reducer)  # before backward: checkpointing runs the forward again in there
-                reducer.record(micro, loss)
-                if micro.is_first:
-                    parts.working.zero_grad(optimizer)  # this late: gradients and activations never coexist idly
-                scaler.scale(times(loss, reducer.loss_factor)).backward()
+            parts.micro_step(state, parts, data.window.step, micro)
         if reducer.finish():  # now every rank holds the mean gradient over exactly the window's samples
             break
         statistics.rollback()
