@@ -122,7 +122,8 @@ class Run:
         order_size = config.sampler.order_size(len(splits.train))
         plan = BatchPlan(batch, order_size, config.sampler.tail)
         batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
-        graph.check(config, batch.accumulation_steps, device)
+        if self.task.trains or self.task.built == "plan":
+            graph.check(config, batch.accumulation_steps, device)
         total = config.steps or config.epochs * plan.windows_per_epoch  # type: ignore[operator]
         self.plan = {**plan.as_dict(), "world_size": self.world.world_size}
         ahead = preview(config, model, splits, batch, device) if ranks.is_main else Preview()
@@ -186,7 +187,7 @@ class Run:
         if config.compile:
             # shapes are few and fixed; a graph for any size would be slower, and depend on which size came first
             working.module.compile(dynamic=False, mode=None if config.compile is True else config.compile)
-        working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks)
+        working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks, device)
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer)
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)

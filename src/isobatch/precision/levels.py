@@ -8,7 +8,6 @@ model itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -46,15 +45,13 @@ class Full:
         torch.backends.cuda.matmul.allow_tf32 = bool(self.tf32)
         torch.backends.cudnn.allow_tf32 = self.tf32 is not False
 
-    def as_begun(self, was: Mapping[str, Any], scaled: bool, device: torch.device) -> dict[str, Any]:
-        """Options that are left to the machine now and whose default was another when the run began: what they were then.
+    def as_begun(self, scaled: bool, device: torch.device) -> dict[str, Any]:
+        """Options that are left to the machine and meant something else when a run began: what they were then.
 
         Args:
-            was: the saved options. scaled: a loss scale was saved.
+            scaled: a loss scale was saved.
         """
-        from isobatch.runtime.accelerator import tf32
-
-        return {"tf32": False} if was.get("tf32") is False and self.tf32 is None and tf32(device) else {}
+        return {}
 
     def settled(self, devices: list[torch.device], ranks: Ranks) -> Full:
         """These options with what is left to the machine decided alike for all `devices` of all ranks. A collective."""
@@ -159,11 +156,9 @@ class Autocast(Full):
     def half_compute(self, device: torch.device) -> bool:
         return True
 
-    def as_begun(self, was: Mapping[str, Any], scaled: bool, device: torch.device) -> dict[str, Any]:
-        found = super().as_begun(was, scaled, device)
-        if self.dtype == "auto" and scaled and device.type == "cuda":
-            found["dtype"] = "float16"  # what auto meant on every card once; its loss scale goes on too
-        return found
+    def as_begun(self, scaled: bool, device: torch.device) -> dict[str, Any]:
+        # what auto meant on every card once, and means on some; its loss scale goes on too
+        return {"dtype": "float16"} if self.dtype == "auto" and scaled and device.type == "cuda" else {}
 
     def settled(self, devices: list[torch.device], ranks: Ranks) -> Full:
         wanted = {str(self.compute_dtype(device)) for device in devices}

@@ -108,7 +108,7 @@ class Resume:
         was = self.saved.state["config"].get("precision") if self.saved is not None else None
         if not isinstance(was, Mapping) or was.get("name") != options.name:
             return options
-        begun = options.as_begun(was, bool(self.saved.state["scaler"]), device)  # type: ignore[union-attr]
+        begun = options.as_begun(bool(self.saved.state["scaler"]), device)  # type: ignore[union-attr]
         self.notes += [f"goes on with precision.{key}={contract.shown(value)}, as the run began; a new run would have "
                        f"{contract.shown(getattr(options, key))}" for key, value in begun.items()]  # fmt: skip
         return dataclasses.replace(options, **begun)

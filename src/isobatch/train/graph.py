@@ -37,7 +37,7 @@ def check(config: Config, accumulation_steps: int, device: torch.device) -> None
         what = "reduction=exact keeps" if config.reduction.exact else f"{accumulation_steps} micro steps add up"
         raise ConfigError("compile", config.compile, f"its CUDA graphs own the gradients that {what} between micro steps",
                           "set compile=max-autotune-no-cudagraphs, or compile=true cuda_graph=true reduction=fast")  # fmt: skip
-    if not config.cuda_graph or config.task not in ("train", "plan"):
+    if not config.cuda_graph:
         return
     problem = None
     if device.type != "cuda":
@@ -57,10 +57,10 @@ def check(config: Config, accumulation_steps: int, device: torch.device) -> None
         raise ConfigError("cuda_graph", True, *problem)
 
 
-def chosen(config: Config, working: WorkingCopy, optimizer: torch.optim.Optimizer,
-           ranks: Ranks) -> tuple[WorkingCopy, Any, Callable[..., Tensor]]:  # fmt: skip
+def chosen(config: Config, working: WorkingCopy, optimizer: torch.optim.Optimizer, ranks: Ranks,
+           device: torch.device) -> tuple[WorkingCopy, Any, Callable[..., Tensor]]:  # fmt: skip
     """(working copy, strategy, micro step) of a training: as they are, or what `cuda_graph=true` puts in their place."""
-    if not config.cuda_graph or config.task != "train":
+    if not config.cuda_graph or device.type != "cuda":  # an evaluation of such a run on another machine
         return working, config.parallel, micro_step
     gradients = Gradients(working.module)
     recorder = MicroSteps(gradients)
