@@ -168,11 +168,11 @@ def shape_of(micro: MicroBatch) -> Any:
 
 def differ(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether the two lists are apart by more than kernels that add in any order can be; not finite alike is no difference."""
-    gap = size = 0.0
+    gap, size = 0.0, 0.0
     for one, other in zip(a, b, strict=True):
         finite = torch.isfinite(one)
         if not torch.equal(finite, torch.isfinite(other)):
             return True
         gap += torch.linalg.vector_norm(torch.where(finite, one - other, 0.0), dtype=torch.float64).item() ** 2
         size += torch.linalg.vector_norm(torch.where(finite, one, 0.0), dtype=torch.float64).item() ** 2
-    return gap**0.5 > APART * size**0.5 + 1e-9
+    return bool(gap**0.5 > APART * size**0.5 + 1e-9)
