@@ -295,3 +295,15 @@ def test_a_state_that_does_not_fit_is_one_line(tmp_path: Path, whole: Path) -> N
         rewrite(run / "checkpoints/last", change)
         with pytest.raises(ConfigError, match=r"^resume="):
             train(tmp_path / f"rest{number}", *RICH, *SCALED, f"resume={run}")
+
+
+def test_another_batch_says_where_the_data_go_on(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO", "isobatch")
+    words = (*BASE, "epochs=null", "batch.micro=2", "eval_every=100")
+    train(tmp_path / "run", *words, "batch.effective=2", "steps=6")
+    more = ("allow_contract_change=true", "steps=8", f"resume={tmp_path / 'run'}")
+    train(tmp_path / "larger", *words, "batch.effective=6", *more)
+    assert "with this batch is sample 36 of epoch 1: after 12 samples of training 24 are left out" in caplog.text
+    caplog.clear()
+    train(tmp_path / "same", *words, "batch.effective=2", *more)
+    assert "with this batch" not in caplog.text

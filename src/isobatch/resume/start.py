@@ -160,6 +160,16 @@ class Resume:
         elif cut:
             self.notes.append(f"{cut[0]}: the shards are cut anew, so dropout draws anew and sums round anew")
         self._refuse(changed)
+        if before.get("effective_batch") != plan["effective_batch"]:
+            epoch, index = divmod(step, steps_per_epoch)
+            trained, now = self.saved.state["counters"]["samples"], index * plan["effective_batch"]
+            stands = epoch * plan["samples_per_epoch"] + now
+            if stands != trained:
+                what = "left out" if stands > trained else "trained on again"
+                self.notes.append(
+                    f"the run goes on at step {step}, which with this batch is sample {now} of epoch {epoch + 1}: after "
+                    f"{trained} samples of training {abs(stands - trained)} are {what}; "
+                    "change the batch between epochs, or start a new run with model.checkpoint_path")  # fmt: skip
         other = {k: (v, identity[k]) for k, v in self.saved.state["identity"].items()
                  if k in identity and k not in CUT and identity[k] != v}  # fmt: skip
         if other:
