@@ -103,11 +103,12 @@ def test_the_rate_of_each_step_is_used_and_checkpoints_know_nothing_of_it(graphs
     assert not any(group["capturable"] for groups in seen for group in groups)
 
 
-def test_a_run_goes_on_with_and_without_graphs(graphs: list[Graph], tmp_path: Path) -> None:
+def test_a_run_goes_on_with_and_without_graphs(graphs: list[Graph], tmp_path: Path, caplog: Any) -> None:
     words = (*QUIET, *SMALL, "checkpoint=default", "checkpoint.every=4")
     whole = train(tmp_path / "whole", *words)
     train(tmp_path / "begun", *words, "steps=4", "eval_every=4", "cuda_graph=true")
-    rest = train(tmp_path / "rest", *words, f"resume={tmp_path / 'begun'}")
+    assert "cuda_graph=true: micro steps are recorded after two windows and replayed" in caplog.text
+    rest = train(tmp_path / "rest", *words, f"resume={tmp_path / 'begun'}", "cuda_graph=false")
     again = train(tmp_path / "again", *words, f"resume={tmp_path / 'begun'}", "cuda_graph=true")
     assert rest.weights[-1] == again.weights[-1] == whole.weights[-1]
 

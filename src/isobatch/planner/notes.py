@@ -44,6 +44,9 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
     if device.type != "cuda" and (asked := getattr(config.parallel, "devices", None)):
         found.append(f"parallel.devices={asked} names GPUs and this machine has none: "
                      f"{batch.num_replicas} replica(s) on {device}")  # fmt: skip
+    if config.cuda_graph and device.type == "cuda":
+        apart = "; gradients are added over the ranks after the backward, not beside it" if ranks.world_size > 1 else ""
+        found.append(f"cuda_graph=true: micro steps are recorded after two windows and replayed{apart}")
     if config.sampler.tail == "pad" and plan.epoch_size > plan.order_size:
         found.append(f"sampler.tail=pad repeats {plan.epoch_size - plan.order_size} sample(s) in every epoch")
     return found
