@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from isobatch.augment.options import NoAugment
     from isobatch.checkpoint import NoCheckpoint
     from isobatch.data.base import DataOptions
-    from isobatch.ema import EmaOptions
+    from isobatch.ema.options import EmaOptions
     from isobatch.logger.options import LoggerOptions
     from isobatch.loss.losses import Loss
     from isobatch.model.architectures import Model

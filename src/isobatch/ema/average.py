@@ -71,6 +71,7 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         mine = groups.setdefault((target.dtype, source.dtype), ([], []))
-        mine[0].append(target), mine[1].append(source)
+        mine[0].append(target)
+        mine[1].append(source)
     for to, values in groups.values():
         torch._foreach_copy_(to, values)
