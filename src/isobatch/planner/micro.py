@@ -20,6 +20,8 @@ from isobatch.runtime.distributed import Ranks
 from isobatch.train.batch_norm import tracking_layers
 
 SHARE = 0.8  # of the main memory that is free: the rest is for data workers, messages and other programs
+MARGIN = 0.03  # of an accelerator's memory: workspaces of other kernels than the trial's, and what falls between blocks
+COLLECTIVES = 400 * 2**20  # bytes of a communicator's buffers, outside torch's count
 FEW = 2, 4  # samples that the estimate before a trial on a CPU is drawn from
 
 
@@ -121,9 +123,25 @@ class Search:
         batch = Batch(self.effective, micro, self.num_replicas)
         resident = estimate.resident(self.config, self.model, batch)
         trial = Trial(self.config, self.model, self.splits, self.device, resident.beside)
+        trial.ballast += self._held_by_a_training(trial, batch)
         if self.room is not None and self._estimate(trial, micro, batch, resident) > self.room:
             return False
         return trial.fits(micro, min(2, batch.accumulation_steps))
+
+    def _held_by_a_training(self, trial: Trial, batch: Batch) -> int:
+        """Bytes on an accelerator that a trial has not: data that lives there, the batch that is copied ahead (bin64: all of a
+        window), what collectives and kernels take for themselves."""
+        if self.device.type == "cpu":
+            return 0
+        workers = getattr(self.config.data, "num_workers", None)
+        data = [t for split in (self.splits.train, self.splits.eval) for t in split.tensors or () if not workers]
+        samples, reduction = batch.micro, self.config.reduction
+        if reduction.exact and reduction.resolved_method(batch.num_shards) == "bin64":
+            samples = batch.micro * batch.accumulation_steps
+        ahead = samples * sum(t.nbytes for t in trial.one)
+        module = torch.get_device_module(self.device)
+        total = module.mem_get_info(self.device)[1] if hasattr(module, "mem_get_info") else 0
+        return sum(t.nbytes for t in data) + ahead + int(MARGIN * total) + (COLLECTIVES if self.ranks.world_size > 1 else 0)
 
     def _tidy(self) -> None:
         """Let go of the trial's copy: modules sit in cycles, and the next trial needs the room."""

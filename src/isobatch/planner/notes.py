@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
 from isobatch.batch_plan import BatchPlan
 from isobatch.config import Config
 from isobatch.data import Splits
+from isobatch.launch.devices import count_gpus
 from isobatch.model import freezing
 from isobatch.runtime import cores
 from isobatch.runtime.distributed import Ranks
@@ -47,9 +50,27 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
     if config.cuda_graph and device.type == "cuda":
         apart = "; gradients are added over the ranks after the backward, not beside it" if ranks.world_size > 1 else ""
         found.append(f"cuda_graph=true: micro steps are recorded after two windows and replayed{apart}")
+    if device.type == "cpu" and config.device is None and (reason := unusable_gpus()):
+        found.append(reason)
     if config.sampler.tail == "pad" and plan.epoch_size > plan.order_size:
         found.append(f"sampler.tail=pad repeats {plan.epoch_size - plan.order_size} sample(s) in every epoch")
     return found
+
+
+def unusable_gpus() -> str | None:
+    """Why a machine that has GPUs trains on its CPU all the same; None: it has none, or none is shown."""
+    if not (there := count_gpus()):
+        return None
+    why = "torch finds none of them"
+    if torch.version.cuda is None and torch.version.hip is None:
+        why = "this torch is built without CUDA: install one that is"
+    else:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.is_available()
+        if said:
+            why = " ".join(str(said[-1].message).split("(Triggered")[0].split())
+    return f"this machine has {there} GPU(s) and the training runs on the CPU: {why} (device=cpu says that it is meant)"
 
 
 def view(config: Config, plan: BatchPlan, total: int, ranks: Ranks, device: torch.device) -> dict[str, str]:

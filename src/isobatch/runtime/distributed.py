@@ -127,20 +127,30 @@ def ranks_from_environment(environ: Mapping[str, str] | None = None) -> Ranks:
     return Ranks(rank, world_size, local_rank, local_world_size)
 
 
-def device_name(local_rank: int, local_world_size: int, accelerators: int, kind: str = "cuda") -> str:
+def shown_one_each(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether SLURM has bound each process of a node to a GPU of its own, which is then the only one that it sees."""
+    per_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+    return bool(per_task or environ.get("SLURM_GPU_BIND", "none") not in ("", "none", "closest"))
+
+
+def device_name(local_rank: int, local_world_size: int, accelerators: int, kind: str = "cuda", one_each: bool = False) -> str:
     """The device of one process among those of its machine: `cuda:<local rank>`, or `cpu` when there is none.
 
     The number is logical, so CUDA_VISIBLE_DEVICES plays no part in it; the global rank is never a device number.
+    `one_each`: every process sees its own one alone, which has number 0 in each of them.
 
     Raises:
         ConfigError: more processes than devices; sharing one is never right with nccl and always slow.
     """
     if accelerators == 0:
         return "cpu"
+    if one_each and accelerators == 1:
+        return f"{kind}:0"
     if local_world_size > accelerators:
         raise ConfigError("parallel.nproc", local_world_size,
                           f"{local_world_size} processes on this machine share {accelerators} visible device(s)",
-                          f"start at most {accelerators}; accumulation keeps the effective batch")  # fmt: skip
+                          f"start at most {accelerators}, or let SLURM bind a GPU to each (srun --gpus-per-task=1); "
+                          "accumulation keeps the effective batch")  # fmt: skip
     return f"{kind}:{local_rank}"
 
 
@@ -161,7 +171,8 @@ def choose_device(ranks: Ranks, asked: str | None = None) -> torch.device:
         raise ConfigError("device", asked, f"torch finds {there} on this machine",
                           f"set device={'cpu' if found is None else found.type}, or null for what is there")  # fmt: skip
     count = torch.accelerator.device_count() if found is not None else 0
-    device = torch.device(device_name(ranks.local_rank, ranks.local_world_size, count, found.type if found else "cpu"))
+    kind = found.type if found else "cpu"
+    device = torch.device(device_name(ranks.local_rank, ranks.local_world_size, count, kind, shown_one_each()))
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     return device

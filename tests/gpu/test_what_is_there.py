@@ -1,0 +1,64 @@
+"""GPUs that a process sees or does not: SLURM's binding, a driver that does not work; memory that holds a whole training."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import summary
+from jobs import job
+from pretended import pretend
+
+from isobatch import run
+from isobatch.errors import ConfigError
+from isobatch.planner import notes
+from isobatch.runtime.distributed import Ranks, choose_device, device_name, shown_one_each
+
+pytestmark = pytest.mark.gpu_pretended
+
+
+@pytest.mark.parametrize("bound", [{"SLURM_GPUS_PER_TASK": "1"}, {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu:1"},
+                                   {"SLURM_GPU_BIND": "single:1"}])  # fmt: skip
+def test_a_gpu_of_its_own_is_number_0_in_every_task(bound: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in bound.items():
+        monkeypatch.setenv(name, value)
+    with pretend(1):
+        assert choose_device(Ranks(3, 4, 3, 4)) == torch.device("cuda:0")
+    monkeypatch.undo()
+    assert not shown_one_each({}) and not shown_one_each({"SLURM_GPU_BIND": "closest"})
+    with pretend(1), pytest.raises(ConfigError, match="4 processes on this machine share 1 visible"):
+        choose_device(Ranks(3, 4, 3, 4))
+    assert device_name(1, 2, 2, one_each=True) == "cuda:1"
+
+
+def test_a_driver_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert notes.unusable_gpus() is None
+    monkeypatch.setattr(notes, "count_gpus", lambda: 2)
+
+    def too_old() -> bool:
+        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old (11040).\n (Triggered)", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", too_old)
+    assert "2 GPU(s)" in (said := notes.unusable_gpus() or "") and "driver on your system is too old" in said
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in (notes.unusable_gpus() or "")
+
+
+@pytest.mark.parametrize("words", ["", "ema=ema"])
+def test_what_batch_micro_auto_finds_to_fit_fits(tmp_path: Path, words: str) -> None:
+    """In a device of any size: with the data that lives on it, the next batch and the average."""
+    base: Any = ("data.samples=120", "data.image_size=12", "batch.effective=40", "batch.micro=auto", "steps=2", "eval_every=2")
+    with pretend() as machine:
+        run.run_job(job(*base, *words.split()), tmp_path / "free", Ranks())
+        peak = machine.peak[0]
+    micros = set()
+    for i, share in enumerate((0.95, 0.85, 0.75, 0.65, 0.55)):
+        with pretend(1, memory=int(peak * share)):
+            run.run_job(job(*base, *words.split()), tmp_path / str(i), Ranks())
+        micros.add(summary(tmp_path / str(i))["plan"]["micro_batch"])
+    assert len(micros) > 1, micros
