@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from isobatch.errors import ConfigError
+from isobatch.errors import ConfigError, JobFailed
 from isobatch.launch import devices, last_folder
 from isobatch.launch.job import execute, log_to
 from isobatch.launch.outcome import Folder, Outcome, cause, hung
@@ -29,6 +30,7 @@ from isobatch.launch.signals import STOP
 from isobatch.runtime.distributed import Ranks, ranks_from_environment
 
 ARRIVE_S = 600.0  # for ranks to start, and for rank 0 to compose the next job
+SOONEST_S = 15.0  # no less, whatever is typed: ranks import for seconds before they can say anything
 TROUBLE_S = 15.0  # for a rank to come out of a job that failed elsewhere (nccl does not notice by itself)
 FALLOUT_S = 2.0  # for other ranks to name an earlier cause than rank 0's own
 BYE_S = 10.0
@@ -37,6 +39,33 @@ TICK_S = 0.05
 _jobs = iter(range(10**9))
 _silent: set[int] = set()  # ranks that did not report the end of a job: nobody waits for them again
 _remembered: dict[str, str] = {}  # rank 0: what all ranks know of the run folder (last_folder.py)
+
+
+@functools.cache
+def arrive_s() -> float:
+    """How long ranks wait for each other at the start: `parallel.timeout_s` where it is typed (the config is not there yet)."""
+    typed = re.findall(r"[ ]\+{0,2}parallel\.timeout_s=([0-9]+(?:\.[0-9]*)?)(?= )", f" {' '.join(sys.argv[1:])} ")
+    return max(SOONEST_S, float(typed[-1])) if typed else ARRIVE_S
+
+
+def attended(call: Callable[[], Any]) -> Any:
+    """`call()`, which may wait inside of torch, while signals are still heard here."""
+    found: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(TICK_S)
+    if failed:
+        raise failed[0]
+    return found[0]
 
 
 @functools.cache
@@ -49,8 +78,17 @@ def root_store() -> Any:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
+    ranks, limit = ranks_from_environment(), timedelta(seconds=arrive_s())
+
+    def made() -> Any:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return next(iter(rendezvous("env://", timeout=limit)))[0]
+        # without waiting for all ranks inside of torch: which of them are missing is found out below
+        return dist.TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")),
+                             ranks.world_size, ranks.is_main, limit, wait_for_workers=False, multi_tenant=True)  # fmt: skip
+
     try:
-        return next(iter(rendezvous("env://", timeout=timedelta(seconds=ARRIVE_S))))[0]
+        return attended(made)
     except (dist.DistNetworkError, RuntimeError) as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
@@ -72,7 +110,7 @@ def store() -> Any:
     ranks, raw = ranks_from_environment(), root_store()
     if ranks.is_main:
         epoch = str(raw.add("epoch", 1))
-        missing, end = set(range(1, ranks.world_size)), time.monotonic() + ARRIVE_S
+        missing, end = set(range(1, ranks.world_size)), time.monotonic() + arrive_s()
         greeted: dict[int, str] = {}
         while missing:
             for rank in sorted(missing):
@@ -85,12 +123,17 @@ def store() -> Any:
                         raw.set(f"welcome/{token}", epoch)
                         greeted[rank] = token
             if missing and time.monotonic() > end:
-                raise TimeoutError(f"ranks {sorted(missing)} did not arrive within {ARRIVE_S:.0f} s")
+                listed = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
+                raise JobFailed(f"{listed} of {ranks.world_size} did not arrive within {arrive_s():.0f} s: "
+                                "every node has to start its own")  # fmt: skip
             time.sleep(TICK_S)
     else:
         token = uuid.uuid4().hex
         raw.set(f"hello/{ranks.rank}", token)
-        epoch = raw.get(f"welcome/{token}").decode()  # waits, as long as the store's own limit
+        _until(lambda: raw.check([f"welcome/{token}"]), arrive_s())
+        if not raw.check([f"welcome/{token}"]):
+            raise JobFailed(f"nothing was heard of rank 0 within {arrive_s():.0f} s")
+        epoch = raw.get(f"welcome/{token}").decode()
         raw.set(f"ack/{epoch}/{ranks.rank}", json.dumps(last_folder.recall()))
     return dist.PrefixStore(f"epoch{epoch}", raw)
 
@@ -201,7 +244,7 @@ def leave(code: int) -> NoReturn:
 def finish(code: int) -> None:
     """Rank 0, last of all: let the others go with the same exit code."""
     ranks = ranks_from_environment()
-    if ranks.world_size == 1 or not ranks.is_main:
+    if ranks.world_size == 1 or not ranks.is_main or not store.cache_info().currsize:  # they never met: nobody to tell
         return
     with contextlib.suppress(Exception):  # without a store there is nobody to tell
         shared = store()
