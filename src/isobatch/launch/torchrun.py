@@ -37,6 +37,7 @@ BYE_S = 10.0
 TICK_S = 0.05
 
 _jobs = iter(range(10**9))
+_tried: list[bool] = []  # whether this rank began to meet the others
 _silent: set[int] = set()  # ranks that did not report the end of a job: nobody waits for them again
 _remembered: dict[str, str] = {}  # rank 0: what all ranks know of the run folder (last_folder.py)
 
@@ -107,6 +108,7 @@ def store() -> Any:
     """
     import torch.distributed as dist
 
+    _tried.append(True)
     ranks, raw = ranks_from_environment(), root_store()
     if ranks.is_main:
         epoch = str(raw.add("epoch", 1))
@@ -244,8 +246,8 @@ def leave(code: int) -> NoReturn:
 def finish(code: int) -> None:
     """Rank 0, last of all: let the others go with the same exit code."""
     ranks = ranks_from_environment()
-    if ranks.world_size == 1 or not ranks.is_main or not store.cache_info().currsize:  # they never met: nobody to tell
-        return
+    if ranks.world_size == 1 or not ranks.is_main or (_tried and not store.cache_info().currsize):
+        return  # the last: they did not meet when they should have, so nobody is there to be told
     with contextlib.suppress(Exception):  # without a store there is nobody to tell
         shared = store()
         shared.set("end", str(code))
