@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -27,46 +26,17 @@ from isobatch.launch import devices, last_folder
 from isobatch.launch.job import execute, log_to
 from isobatch.launch.outcome import Folder, Outcome, cause, hung
 from isobatch.launch.signals import STOP
+from isobatch.launch.waiting import ARRIVE_S, TICK_S, arrive_s, attended
 from isobatch.runtime.distributed import Ranks, ranks_from_environment
 
-ARRIVE_S = 600.0  # for ranks to start, and for rank 0 to compose the next job
-SOONEST_S = 15.0  # no less, whatever is typed: ranks import for seconds before they can say anything
 TROUBLE_S = 15.0  # for a rank to come out of a job that failed elsewhere (nccl does not notice by itself)
 FALLOUT_S = 2.0  # for other ranks to name an earlier cause than rank 0's own
 BYE_S = 10.0
-TICK_S = 0.05
 
 _jobs = iter(range(10**9))
 _tried: list[bool] = []  # whether this rank began to meet the others
 _silent: set[int] = set()  # ranks that did not report the end of a job: nobody waits for them again
 _remembered: dict[str, str] = {}  # rank 0: what all ranks know of the run folder (last_folder.py)
-
-
-@functools.cache
-def arrive_s() -> float:
-    """How long ranks wait for each other at the start: `parallel.timeout_s` where it is typed (the config is not there yet)."""
-    typed = re.findall(r"[ ]\+{0,2}parallel\.timeout_s=([0-9]+(?:\.[0-9]*)?)(?= )", f" {' '.join(sys.argv[1:])} ")
-    return max(SOONEST_S, float(typed[-1])) if typed else ARRIVE_S
-
-
-def attended(call: Callable[[], Any]) -> Any:
-    """`call()`, which may wait inside of torch, while signals are still heard here."""
-    found: list[Any] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(TICK_S)
-    if failed:
-        raise failed[0]
-    return found[0]
 
 
 @functools.cache
