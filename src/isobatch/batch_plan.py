@@ -6,7 +6,7 @@ an epoch's order; everything here speaks of positions as `range`s, so that a sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,72 +17,134 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 @dataclass(frozen=True)
 class Batch:
-    """One effective batch on one hardware plan; `num_shards` is the contract's, the other two the plan's.
+    """One effective batch on one hardware plan; `num_shards` is the contract's, the rest is the plan's.
 
-    Two batches with the same `effective` and `micro` cut the same shards, whatever `num_replicas` is.
+    Two batches with the same `effective` and `shard` cut the same shards, whatever the other fields are.
+
+    Args:
+        shard: most samples that are trained as if alone.
+        at_once: shards that a replica holds in one micro step.
+        stated: the shard was stated and the micro batch is free; else the one follows from the other.
     """
 
     effective: int
-    micro: int
+    shard: int
     num_replicas: int
+    at_once: int = 1
+    stated: bool = False
 
     @cached_property
     def num_shards(self) -> int:
-        return ceil_div(self.effective, self.micro)
+        return ceil_div(self.effective, self.shard)
+
+    @property
+    def micro(self) -> int:
+        """Most samples that a replica holds in one micro step."""
+        return min(self.at_once * self.shard, self.effective)
+
+    @property
+    def busiest(self) -> int:
+        """Shards of the replica that has most."""
+        return ceil_div(self.num_shards, self.num_replicas)
 
     @property
     def accumulation_steps(self) -> int:
         """Micro steps of the busiest replica in one window."""
-        return ceil_div(self.num_shards, self.num_replicas)
+        return ceil_div(self.busiest, self.at_once)
+
+    def steps_with(self, replica: int, num_filled: int) -> int:
+        """Micro steps of `replica` in a window of which only the first `num_filled` shards have samples."""
+        return sum(shards[0] < num_filled for shards in self._steps_of(self.shards_of(replica)))
+
+    def on(self, num_replicas: int) -> Batch:
+        """The same batch on so many replicas. Where no shard is stated, a replica gets no more than its part: cut anew."""
+        if not self.stated:
+            return Batch(self.effective, min(self.shard, ceil_div(self.effective, num_replicas)), num_replicas)
+        return replace(self, num_replicas=num_replicas, at_once=min(self.at_once, ceil_div(self.num_shards, num_replicas)))
+
+    def __str__(self) -> str:
+        size = f"up to {self.shard}" if self.effective % self.num_shards else str(self.shard)
+        uneven = self.at_once > 1 and (self.busiest % self.at_once or self.num_shards % self.num_replicas)
+        most = "up to " if uneven else ""
+        return (f"effective {self.effective} = {counted(self.num_shards, 'shard')} of {size}; "
+                f"{counted(self.num_replicas, 'replica')} x {counted(self.accumulation_steps, 'micro step')} of "
+                f"{most}{counted(self.at_once, 'shard')}")  # fmt: skip
 
     def shards_of(self, replica: int) -> range:
         """The shards that `replica` computes: contiguous, the first V % R replicas take one more.
 
         Contiguous, because the exact tree reduction then sends one partial sum per replica when V/R is a power of two.
         """
-        each, extra = divmod(self.num_shards, self.num_replicas)
-        start = replica * each + min(replica, extra)
-        return range(start, start + each + (replica < extra))
+        return even_part(self.num_shards, self.num_replicas, replica)
 
-    def micro_steps(self, replicas: range, lanes: int) -> list[tuple[int, ...]]:
-        """The shards that a process with these replicas runs in one window, micro step by micro step.
+    def micro_steps(self, replicas: range, lanes: int) -> list[MicroStep]:
+        """The shards that a process with these replicas runs in one window, micro step by micro step, lane by lane.
 
-        With several lanes (a device for each replica of the process) a micro step holds the next shard of every
+        With several lanes (a device for each replica of the process) a micro step holds the next shards of every
         replica; with one lane the replicas' shards follow each other.
         """
-        mine = [self.shards_of(replica) for replica in replicas]
+        mine = [self._steps_of(self.shards_of(replica)) for replica in replicas]
         if lanes == 1:
-            return [(shard,) for shards in mine for shard in shards]
+            return [(shards,) for steps in mine for shards in steps]
         return [tuple(s[k] for s in mine if k < len(s)) for k in range(max(map(len, mine)))]
 
+    def _steps_of(self, shards: range) -> list[tuple[int, ...]]:
+        """`shards` in as few micro steps as `at_once` allows, as even as possible: 5 of at most 4 are 3 and 2."""
+        steps, start = ceil_div(len(shards), self.at_once), shards.start
+        return [tuple(start + i for i in even_part(len(shards), steps, step)) for step in range(steps)]
 
-def resolve_batch(effective: int | None, micro: int | None, accumulation: int | None, num_replicas: int) -> Batch:
+
+MicroStep = tuple[tuple[int, ...], ...]  # for each lane the shards that it runs in one forward
+
+
+def even_part(count: int, parts: int, part: int) -> range:
+    """Part `part` of 0 .. count-1 cut into `parts` contiguous ranges, the first count % parts of which have one more."""
+    each, extra = divmod(count, parts)
+    start = part * each + min(part, extra)
+    return range(start, start + each + (part < extra))
+
+
+def resolve_batch(effective: int | None, micro: int | None, accumulation: int | None, num_replicas: int,
+                  shard: int | None = None) -> Batch:  # fmt: skip
     """Fill in what the user left open of effective = micro x replicas x accumulation.
 
     Args:
         effective: samples of one optimizer step; None = micro x replicas x accumulation (accumulation enlarges the batch).
-        micro: most samples of one forward; None = what follows from the other two.
-        accumulation: micro steps of the busiest replica; None = what follows (1 when micro is open too).
+        micro: most samples of one micro step; None = what follows from the other two.
+        accumulation: micro steps of the busiest replica; None = what follows (1 when micro is open too). Where fewer hold as
+            little at once (each holds at least a shard), there are fewer.
+        shard: samples that are trained as if alone; None = the micro batch. A stated shard is never changed by the others:
+            the micro batch is the largest multiple of it that `micro` has room for.
     Raises:
-        ConfigError: effective and micro both open; all three given and inconsistent; a number below 1.
+        ConfigError: effective and micro both open; all three given and inconsistent; a micro batch without room for a
+            shard; a number below 1.
     """
-    for key, value in (("batch.effective", effective), ("batch.micro", micro), ("accumulation.steps", accumulation)):
+    for key, value in (("batch.effective", effective), ("batch.shard", shard), ("batch.micro", micro),
+                       ("accumulation.steps", accumulation)):  # fmt: skip
         if value is not None and value < 1:
             raise ConfigError(key, value, "must be a positive integer", f"set {key} to 1 or more, or null")
     if effective is None:
         if micro is None:
             raise ConfigError("batch.effective", None, "neither batch.effective nor batch.micro is given",
                               "give batch.effective (say 48), or batch.micro with accumulation")  # fmt: skip
-        return Batch(micro * num_replicas * (accumulation or 1), micro, num_replicas)
-    if micro is None:
-        return Batch(effective, ceil_div(effective, num_replicas * (accumulation or 1)), num_replicas)
-    if micro > effective:
+        unit = shard or micro
+        at_once = _room(micro, unit)
+        held = at_once * unit * num_replicas
+        return Batch(held * (accumulation or 1), unit, num_replicas, at_once, stated=shard is not None)
+    if micro is not None and micro > effective:
         raise ConfigError("batch.micro", micro, f"is more than batch.effective={effective}",
                           f"set batch.micro={effective} or raise batch.effective")  # fmt: skip
-    batch = Batch(effective, micro, num_replicas)
-    if accumulation not in (None, batch.accumulation_steps):
+    if shard is None:
+        batch = Batch(effective, micro or ceil_div(effective, num_replicas * (accumulation or 1)), num_replicas)
+    else:
+        batch = _in_shards(effective, min(shard, effective), micro, accumulation, num_replicas)
+    if micro is not None and accumulation not in (None, batch.accumulation_steps):
         raise ConfigError(
             "accumulation.steps", accumulation,
             f"batch.effective={effective} with batch.micro={micro} on {num_replicas} replica(s) takes "
@@ -90,6 +152,22 @@ def resolve_batch(effective: int | None, micro: int | None, accumulation: int | 
             f"set accumulation={batch.accumulation_steps} (or auto), or batch.micro=null",
         )  # fmt: skip
     return batch
+
+
+def _in_shards(effective: int, shard: int, micro: int | None, accumulation: int | None, num_replicas: int) -> Batch:
+    batch = Batch(effective, shard, num_replicas, stated=True)
+    if micro is not None:
+        return replace(batch, at_once=min(_room(micro, shard), batch.busiest))
+    return replace(batch, at_once=ceil_div(batch.busiest, accumulation or 1))
+
+
+def _room(micro: int, shard: int) -> int:
+    """Shards that fit into a micro batch."""
+    if micro < shard:
+        raise ConfigError("batch.micro", micro, f"has no room for a shard of batch.shard={shard} samples",
+                          f"set batch.micro={shard} or a multiple, or batch.shard={micro} (another training for batch norm "
+                          "and all that draws), or batch.shard=null (the shard is then the micro batch)")  # fmt: skip
+    return micro // shard
 
 
 class Window(NamedTuple):
@@ -177,6 +255,7 @@ class BatchPlan:
         """The `plan` of plan.json and summary.json (the launcher adds `world_size`)."""
         return {
             "effective_batch": self.batch.effective,
+            "shard": self.batch.shard,
             "micro_batch": self.batch.micro,
             "num_replicas": self.batch.num_replicas,
             "accumulation_steps": self.batch.accumulation_steps,

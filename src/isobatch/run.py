@@ -14,7 +14,7 @@ import torch
 from isobatch import config as configuration
 from isobatch import tasks
 from isobatch.audit import repeat
-from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
+from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import Console, make_console
 from isobatch.data import Split, Splits
@@ -118,7 +118,8 @@ class Run:
         seed_everything(config.seed)  # the weights are drawn next, from the seed alone
         model = self.resume.model().build(splits.info)
         freezing.freeze(model, getattr(config.model, "freeze", ()))
-        batch, chosen = self.choose_batch(model, splits)
+        chosen = self.choose_batch(model, splits)
+        batch = chosen.batch
         order_size = config.sampler.order_size(len(splits.train))
         plan = BatchPlan(batch, order_size, config.sampler.tail)
         batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
@@ -154,15 +155,15 @@ class Run:
             return
         self.assemble(model, splits, plan, total)
 
-    def choose_batch(self, model: torch.nn.Module, splits: Splits) -> tuple[Batch, micro.Choice]:
+    def choose_batch(self, model: torch.nn.Module, splits: Splits) -> micro.Choice:
         """The batch's integers; batch.micro=auto is settled here, by trying (ranks agree)."""
-        effective, size, accumulation = self.resume.batch()
-        replicas, chosen = self.config.parallel.num_replicas(self.world, self.device), micro.Choice(0)
-        if size == "auto":
-            assert effective is not None  # the config refuses auto without it
-            chosen = micro.choose(self.config, model, splits, effective, accumulation, replicas, self.ranks, self.device)
-            size, accumulation = chosen.micro, None
-        return resolve_batch(effective, size, accumulation, replicas), chosen
+        effective, size, accumulation, shard = self.resume.batch()
+        replicas = self.config.parallel.num_replicas(self.world, self.device)
+        if size != "auto":
+            return micro.Choice(resolve_batch(effective, size, accumulation, replicas, shard))
+        assert effective is not None  # the config refuses auto without it
+        batches = micro.candidates(effective, accumulation, replicas, shard)
+        return micro.choose(self.config, model, splits, batches, self.ranks, self.device)
 
     def assemble(self, model: torch.nn.Module, splits: Splits, plan: BatchPlan, total: int) -> None:
         config, ranks, device = self.config, self.ranks, self.device
@@ -187,6 +188,7 @@ class Run:
         if config.compile:
             # shapes are few and fixed; a graph for any size would be slower, and depend on which size came first
             working.module.compile(dynamic=False, mode=None if config.compile is True else config.compile)
+        plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, at_once=1))  # shards run one after another
         working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks, device)
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer)
@@ -221,8 +223,9 @@ class Run:
             ),
             evaluator=Evaluator(
                 splits.eval, source(splits.eval, False), config.loss.evaluation(), config.precision, ranks, device,
-                config.batch.eval or plan.batch.micro, splits.info.num_classes, config.loss.averages,
-                plan.batch.micro,
+                # with exact the same bits at any micro batch
+                config.batch.eval or (plan.batch.shard if config.reduction.exact else self.plan["micro_batch"]),
+                splits.info.num_classes, config.loss.averages, plan.batch.shard,
                 after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes,
             ),
             schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),

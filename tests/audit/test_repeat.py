@@ -149,7 +149,7 @@ JOBS = {
     "half weights": job(*SHORT, "deterministic=true", "precision=O2", "precision.dtype=bfloat16"),
     "clipped": job(*SHORT, "deterministic=true", "optimizer=adamw", "max_grad_norm=0.5", "on_nonfinite=skip"),
     "tolerance": job(*SHORT, "sweep.tolerance=1e-3", "augment.name=none"),
-    "views": job(*SHORT, "loss=jsd", "reduction=exact", "batch.micro=11"),
+    "views": job(*SHORT, "loss=jsd", "reduction=exact", "batch.micro=11", "batch.shard=null"),
     "taught": job(*SHORT, "loss=distill", "loss.teacher.arch=test_resnet", "deterministic=true"),
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ def norm_probe(name: str, means: list[float], *words: str) -> tuple[str, ...]:
 def test_case_20_all_ranks_and_the_checkpoint_hold_the_mean_of_the_ranks_statistics(tmp_path: Path, strategy: str) -> None:
     def work(ranks: Ranks) -> list[float]:
         seen: list[float] = []
-        words = norm_probe("apart", [0.0, 10.0], "batch.micro=2", f"parallel={strategy}")
+        words = norm_probe("apart", [0.0, 10.0], "batch.micro=2", "batch.shard=null", f"parallel={strategy}")
         train(tmp_path / "run", *words, ranks=ranks,
               observe=lambda state, parts, window: seen.append(state.model.norm.running_mean.item()))  # fmt: skip
         return seen
@@ -50,14 +50,14 @@ def test_case_20_all_ranks_and_the_checkpoint_hold_the_mean_of_the_ranks_statist
 def test_case_21_the_average_counts_updates_not_micro_steps(tmp_path: Path) -> None:
     seen: list[float] = []
     words = (*mean_probe([float(i) for i in range(1, 17)]), "batch.effective=8", "batch.micro=4",
-             "ema=ema", "ema.warmup=false", "ema.decay=0.9")  # fmt: skip
+             "batch.shard=null", "ema=ema", "ema.warmup=false", "ema.decay=0.9")  # fmt: skip
     train(tmp_path, *words, observe=lambda state, parts, window: seen.append(state.ema.module[1].bias.item()))
     assert seen == pytest.approx([0.45, 1.655], abs=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_case_21_the_average_has_the_models_statistics_and_comes_back(tmp_path: Path, strategy: str) -> None:
-    words = (*norm_probe("ten", [10.0] * 4, "batch.micro=2", "ema=ema"), "batch.effective=4", "steps=2",
+    words = (*norm_probe("ten", [10.0] * 4, "batch.micro=2", "batch.shard=null", "ema=ema"), "batch.effective=4", "steps=2",
              f"parallel={strategy}")  # fmt: skip
 
     def work(ranks: Ranks) -> Any:
@@ -78,7 +78,7 @@ def test_case_21_the_average_has_the_models_statistics_and_comes_back(tmp_path: 
 def test_case_22_an_accumulated_window_moves_the_statistics_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {}
     for name, micro in (("whole", 8), ("accumulated", 2)):
-        train(tmp_path / name, *norm_probe("ones", [1.0] * 4, f"batch.micro={micro}"))
+        train(tmp_path / name, *norm_probe("ones", [1.0] * 4, f"batch.micro={micro}", "batch.shard=null"))
         state = state_of(tmp_path / name)["model"]
         found[name] = state["norm.running_mean"].item(), state["norm.num_batches_tracked"].item()
         told = "normalises over a shard of 2 samples" in " ".join(capsys.readouterr().out.split())

@@ -28,7 +28,7 @@ DIGITS = (*BASE, "epochs=null", "log_every=1")
 
 @pytest.mark.parametrize(("accumulation", "steps", "stop"), [(1, 18, 8), (4, 6, 3)])
 def test_case_12_resume_in_mid_epoch_reads_every_sample_once(tmp_path: Path, accumulation, steps, stop) -> None:
-    setting = (*mean_probe(IDS), "sampler=shuffle", "epochs=3", "batch.effective=null", "batch.micro=2",
+    setting = (*mean_probe(IDS), "sampler=shuffle", "epochs=3", "batch.effective=null", "batch.micro=2", "batch.shard=null",
                f"accumulation={accumulation}")  # fmt: skip
     whole = train(tmp_path / "whole", *setting)
     assert len(whole.ids) == steps
@@ -233,7 +233,8 @@ def test_case_24_the_best_score_survives_a_resume(tmp_path: Path, monkeypatch, m
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_case_25_the_rest_of_a_run_is_the_rest_of_that_run(tmp_path: Path, world_size) -> None:
     probe = [word for word in mean_probe([i / 12 for i in IDS]) if not word.startswith("model")]
-    setting = (*probe, "sampler=shuffle", "epochs=4", "batch.effective=null", "batch.micro=2", "model=mlp", "model.width=8",
+    setting = (*probe, "sampler=shuffle", "epochs=4", "batch.effective=null", "batch.micro=2",
+               "batch.shard=null", "model=mlp", "model.width=8",
                "model.drop_rate=0.5", "optimizer.momentum=0.9", "optimizer.lr=0.1", "scheduler=cosine",
                "scheduler.per_epoch=true")  # fmt: skip
     steps, half = 24 // world_size, 12 // world_size

@@ -16,7 +16,7 @@ from isobatch.model import MLP
 from isobatch.planner import estimate
 from isobatch.runtime.distributed import Ranks
 
-AUTO = (*BASE, "batch.effective=48", "batch.micro=auto", "epochs=null", "steps=2", "log_every=1")
+AUTO = (*BASE, "batch.effective=48", "batch.micro=auto", "batch.shard=null", "epochs=null", "steps=2", "log_every=1")
 BUILD = MLP.build
 
 

@@ -40,7 +40,7 @@ def test_a_skipped_step_moves_neither_schedule_nor_ema_nor_count(tmp_path: Path)
 
 def test_one_bad_micro_batch_costs_its_window_alone(tmp_path: Path) -> None:
     targets = [1, 2, 3, 4, BAD, 6, 7, 8, 9]
-    record = train(tmp_path, *mean_probe(targets), *FP16, "batch.effective=3", "batch.micro=1")
+    record = train(tmp_path, *mean_probe(targets), *FP16, "batch.effective=3", "batch.micro=1", "batch.shard=null")
     assert record.last == pytest.approx([2, 2, 8], abs=1e-2)
     assert summary(tmp_path)["skipped_steps"] == 1
 
@@ -51,7 +51,7 @@ def test_batch_norm_does_not_learn_from_a_skipped_step(tmp_path: Path) -> None:
     seen: list[tuple[float, int]] = []
     train(tmp_path, *QUIET, *model_of("conv_norm", lambda info: ConvNorm()),
           *data_of("conv_inf", inputs, torch.zeros(8, dtype=torch.int64), 10), *PLAIN_SGD, "steps=2", "batch.effective=4",
-          "batch.micro=2", "precision=O2", "precision.loss_scale=4", "eval_every=100",
+          "batch.micro=2", "batch.shard=null", "precision=O2", "precision.loss_scale=4", "eval_every=100",
           observe=lambda state, parts, data: seen.append(
               (state.model.norm.running_mean.sum().item(), int(state.model.norm.num_batches_tracked))))  # fmt: skip
     assert seen[0] == (0.0, 0) and seen[1][0] != 0.0 and seen[1][1] == 1
@@ -85,7 +85,7 @@ def test_a_checkpoint_without_a_scaler_loads_under_amp_and_says_so(tmp_path: Pat
 
 # -- case 16: accumulation, amp and clipping -----------------------------------------------------------------------------
 def test_gradients_are_unscaled_once_per_window(tmp_path: Path) -> None:
-    record = train(tmp_path, *mean_probe(list(range(1, 11))), *FP16, "batch.effective=6", "batch.micro=2",
+    record = train(tmp_path, *mean_probe(list(range(1, 11))), *FP16, "batch.effective=6", "batch.micro=2", "batch.shard=null",
                    "max_grad_norm=1000")  # fmt: skip
     assert record.last == pytest.approx([3.5, 8.5], rel=1e-3)
 
@@ -105,6 +105,7 @@ def test_clipping_sees_the_true_gradient(tmp_path: Path, level: str, scale: int)
 def test_a_window_is_clipped_as_a_whole_under_amp(tmp_path: Path, level: str) -> None:
     record = train(tmp_path, *QUIET, *data_of("clip", *CLIP), "model=linear", "model.init=zeros", "model.bias=false",
                    *PLAIN_SGD, "optimizer.lr=1", "loss=output_mean", "steps=1", "batch.effective=2", "batch.micro=1",
+                   "batch.shard=null",
                    "max_grad_norm=0.5", f"precision={level}", "precision.dtype=float16",
                    "precision.loss_scale=1024")  # fmt: skip
     assert record.norms == [pytest.approx(math.sqrt(2), rel=1e-4)]
@@ -157,6 +158,7 @@ def test_dtypes_of_a_level(tmp_path: Path, level: str) -> None:
     dtype = ("precision.dtype=float16",) if level in ("amp", "O1") else ()
     train(tmp_path, *QUIET, *model_of("watched", lambda info: Watched()),
           *data_of("images", IMAGES, torch.arange(16) % 10, 10), "steps=2", "batch.effective=8", "batch.micro=4",
+          "batch.shard=null",
           "eval_every=2", f"precision={level}", *scaling, *dtype, observe=look)  # fmt: skip
     assert found["weights"] == {weights} and found["norm"] == {norm} and found["updated"] == {updated}
     assert found["autocast"] == autocast and found["dtype"] == forward

@@ -29,7 +29,7 @@ def test_thirty_kills_lose_nothing(tmp_path: Path) -> None:
 def disturb(cwd: Path, moments: list[str], steps: int, step_s: float, nproc: int = 2) -> None:
     """Train under torchrun, kill a worker at each of `moments`, and compare with the training that nobody disturbed."""
     draw = random.Random(len(moments))
-    batch, recovery = [f"steps={steps}", "batch.micro=4"], []
+    batch, recovery = [f"steps={steps}", "batch.micro=4", "batch.shard=null"], []
     reference = undisturbed(cwd, *batch)
     launch = Launch(cwd, [f"--nproc_per_node={nproc}", f"--max-restarts={len(moments)}"], batch, step_s=step_s)
     try:

@@ -13,7 +13,7 @@ import pytest
 from chaos import Launch, assert_same_training, rows, the_run, undisturbed, until
 
 LIMIT_S = 240
-STEPS = ["steps=500", "batch.micro=4"]
+STEPS = ["steps=500", "batch.micro=4", "batch.shard=null"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 

@@ -33,7 +33,7 @@ def test_case_1_ranks_that_come_late_share_one_folder_and_one_config(tmp_path: P
 @pytest.mark.slow
 def test_case_2_a_sweep_under_torchrun_trains_each_job_as_alone(tmp_path: Path) -> None:
     words = (*BASE, "data=synthetic", "data.samples=12", "data.eval_samples=4", "data.image_size=8", "epochs=2",
-             "batch.effective=null", "batch.micro=1", "reduction=exact", "log_every=1")  # fmt: skip
+             "batch.effective=null", "batch.micro=1", "batch.shard=null", "reduction=exact", "log_every=1")  # fmt: skip
     command = [*TORCHRUN[:-1], str(ROOT / "train.py"), "-m"]
     ended = run([*command, "parallel=ddp", *words, "accumulation=1,2,3", NO_REPORT], tmp_path)
     assert ended.code == 0, ended.err

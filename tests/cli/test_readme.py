@@ -22,7 +22,7 @@ ADDED = {
     "experiment=digits": FEW,
     "task=export": "",
     "task=replay": "replay.from=0",
-    "photos": f"{SHORT} batch.effective=6 batch.micro=2 data.image_size=32",
+    "photos": f"{SHORT} batch.effective=6 batch.shard=2 batch.micro=2 data.image_size=32",
     "hydra.run.dir=runs/first": "model=mlp logger=none",
     "resume=runs/first epochs": "",
     "task=evaluate": "",

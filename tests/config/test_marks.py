@@ -120,7 +120,8 @@ def test_what_limits_the_kernels_is_part_of_the_identity(monkeypatch: pytest.Mon
 
 def test_a_resume_with_another_kernel_says_that_the_promise_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    words = ("logger=none", "model=mlp", "model.width=8", "model.depth=1", "epochs=null", "batch.micro=12", "reduction=exact",
+    words = ("logger=none", "model=mlp", "model.width=8", "model.depth=1", "epochs=null", "batch.micro=12",
+             "batch.shard=null", "reduction=exact",
              "scheduler=constant")  # fmt: skip
     train(tmp_path / "first", *words, "steps=1")
     again = (*words, "steps=2", f"resume={tmp_path / 'first'}")

@@ -87,6 +87,7 @@ def test_a_run_goes_on_with_other_ranks_in_mid_epoch(tmp_path: Path, method: str
 def test_float64_and_empty_shards_and_more_ranks_than_samples(tmp_path: Path, method: str) -> None:
     """An epoch of 8 samples in windows of 6 one-sample shards: the last window fills two of them."""
     made = job("reduction=exact", f"reduction.method={method}", "data.samples=8", "batch.effective=6", "batch.micro=1",
+               "batch.shard=null",
                "steps=6", "eval_every=6")  # fmt: skip
     made["model"] = {"name": "equivalence_float64"}
     expected = traces(tmp_path, ONE, {"all": made})["all"][0]

@@ -30,6 +30,7 @@ def plans_agree(folder: Path) -> None:
 def windows_weigh_their_samples(folder: Path) -> None:
     """The probe's one weight is the mean target of the window after a step: 7 samples in shards of 3, 2 and 2."""
     record = train(folder, *mean_probe([float(i * i) for i in range(1, 8)]), "batch.effective=null", "batch.micro=3",
+                   "batch.shard=null",
                    "accumulation=3", "reduction=exact")  # fmt: skip
     assert record.last == pytest.approx([20.0], abs=1e-4)
 
@@ -38,7 +39,7 @@ def statistics_count_filled_shards(folder: Path) -> None:
     """Two samples in shards of one: the statistics are those of one shard with both, although four shards stay empty."""
     found = []
     for micro in (6, 1):
-        made = job(*EXACT, "data.samples=2", "batch.effective=6", f"batch.micro={micro}")
+        made = job(*EXACT, "data.samples=2", "batch.effective=6", f"batch.micro={micro}", "batch.shard=null")
         made["model"] = {"name": "equivalence_instance_norm"}
         found.append(torch.tensor(traces(folder / str(micro), ONE, {"all": made})["all"][0].statistics))
     assert torch.allclose(*found, rtol=1e-5, atol=1e-7)

@@ -62,8 +62,8 @@ models.TABLE[Probe.name] = Probe
 # 26 samples in four shards of 7 or 6; an epoch of 60 has a tail of 8
 BASE = (
     "logger=none", "threads=1", "model=mlp", "data=synthetic", "data.samples=60", "data.eval_samples=20", "data.image_size=6",
-    "data.in_chans=1", "batch.effective=26", "batch.micro=7", "epochs=null", "steps=4", "log_every=1", "eval_every=2",
-    "channels_last=false", "scheduler=constant", "optimizer=sgd", "optimizer.lr=0.05", "checkpoint=none",
+    "data.in_chans=1", "batch.effective=26", "batch.micro=7", "batch.shard=null", "epochs=null", "steps=4", "log_every=1",
+    "eval_every=2", "channels_last=false", "scheduler=constant", "optimizer=sgd", "optimizer.lr=0.05", "checkpoint=none",
 )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_three_of_four_devices_in_the_order_that_was_asked_for(tmp_path: Path, a
 
 def test_a_device_without_a_shard_waits(tmp_path: Path) -> None:
     """Five shards over four devices: the second micro step has one shard, and the tail window fewer than devices."""
-    words = "batch.effective=24", "batch.micro=5"
+    words = "batch.effective=24", "batch.micro=5", "batch.shard=null"
     several = on_gpus(tmp_path / "dp", job(*words, "parallel=dp"), 4)
     assert apart(on_cpu(tmp_path / "one", job(*words)), several) < 1e-6
 

@@ -18,7 +18,7 @@ from isobatch.runtime.distributed import Ranks
 from isobatch.train.batch_norm import synchronised
 
 pytestmark = pytest.mark.gpu_pretended
-EVEN = "batch.effective=24", "batch.micro=6", "sampler.tail=drop"  # four shards
+EVEN = "batch.effective=24", "batch.micro=6", "batch.shard=null", "sampler.tail=drop"  # four shards
 
 
 def on_two(folder: Path, made: dict[str, Any]) -> list[Any]:
@@ -36,7 +36,7 @@ def test_two_ranks_normalise_as_one_device_with_both_shards(tmp_path: Path) -> N
     """Shards of 6 on two ranks, normalised together, are shards of 12 on one: no dropout, which follows the shards."""
     words = *EVEN, "optimizer.lr=0.1"
     quiet = {"quiet": True}
-    expected = train(tmp_path / "one", made=job(*words, "batch.micro=12", **quiet)).weights
+    expected = train(tmp_path / "one", made=job(*words, "batch.micro=12", "batch.shard=null", **quiet)).weights
     shard = train(tmp_path / "shard", made=job(*words, **quiet)).weights
     made = job(*words, "parallel=ddp", "checkpoint=default", batch_norm="sync", **quiet)
     for weights, kinds, joint_forwards in on_two(tmp_path / "sync", made):
@@ -80,8 +80,10 @@ def test_it_needs_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (("batch.effective=24", "batch.micro=5"), "5 shards on 2 ranks leave some without one"),  # a rank would wait for ever
-    (("batch.effective=24", "batch.micro=1", "data.samples=50"), "the last window of 2 samples leaves ranks without a shard"),
+    (("batch.effective=24", "batch.micro=5",
+      "batch.shard=null"), "5 shards on 2 ranks leave some without one"),  # a rank would wait for ever
+    (("batch.effective=24", "batch.micro=1",
+      "batch.shard=null", "data.samples=50"), "the last window of 2 samples leaves ranks without a shard"),
 ])  # fmt: skip
 def test_ranks_without_a_shard_are_refused_on_all_ranks(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     def work(ranks: Ranks) -> str:

@@ -61,7 +61,8 @@ def test_replicas_cover_every_shard_once_with_even_load(plan: BatchPlan, lanes: 
     assert max(map(len, mine)) == batch.accumulation_steps
     assert max(map(len, mine)) - min(map(len, mine)) <= 1
     together = batch.micro_steps(range(batch.num_replicas), lanes)
-    assert sorted(v for shards in together for v in shards) == list(range(batch.num_shards))
+    assert sorted(v for step in together for shards in step for v in shards) == list(range(batch.num_shards))
+    assert max(len(shards) for step in together for shards in step) <= batch.at_once
 
 
 def feed(plan: BatchPlan, replicas: range, order: torch.Tensor) -> Feed:
@@ -116,6 +117,48 @@ def test_what_is_left_open_follows(effective: int, replicas: int, accumulation: 
     assert resolve_batch(None, batch.micro, accumulation, replicas).effective == batch.micro * accumulation * replicas
 
 
+@settings(max_examples=200, deadline=None)
+@given(effective=COUNTS, shard=st.integers(1, 12), replicas=st.integers(1, 8), accumulation=st.none() | st.integers(1, 12),
+       micro=st.none() | st.integers(1, 60))  # fmt: skip
+def test_a_stated_shard_is_never_changed_by_the_others(effective: int, shard: int, replicas: int, accumulation: int | None,
+                                                       micro: int | None) -> None:  # fmt: skip
+    alone = resolve_batch(effective, None, None, 1, shard)
+    unit = min(shard, effective)
+    if micro is not None and not unit <= micro <= effective:
+        with pytest.raises(ConfigError, match="has no room for a shard" if micro < unit else "is more than batch.effective"):
+            resolve_batch(effective, micro, None, replicas, shard)
+        return
+    batch = resolve_batch(effective, micro, None if micro else accumulation, replicas, shard)
+    assert (batch.effective, batch.shard, batch.num_shards, batch.stated) == (effective, unit, alone.num_shards, True)
+    assert batch.micro <= (micro or effective) and batch.at_once * unit >= batch.micro
+    assert batch.at_once <= max(batch.busiest, 1)
+    if micro:
+        assert batch.at_once == min(micro // unit, batch.busiest)
+    elif accumulation:  # as little at once as so many micro steps allow
+        assert batch.accumulation_steps <= accumulation or batch.at_once == 1
+        assert batch.at_once == 1 or -(-batch.busiest // (batch.at_once - 1)) > accumulation
+    else:
+        assert batch.accumulation_steps == 1
+    steps = batch.micro_steps(range(replicas), 1)
+    sizes = [len(shards) for (shards,) in steps]
+    assert max(sizes) <= batch.at_once
+    for replica in range(replicas):
+        mine = [shards for (shards,) in batch.micro_steps(range(replica, replica + 1), 1)]
+        assert [v for shards in mine for v in shards] == list(batch.shards_of(replica))
+        assert not mine or max(map(len, mine)) - min(map(len, mine)) <= 1
+        for filled in range(batch.num_shards + 1):
+            assert batch.steps_with(replica, filled) == sum(any(v < filled for v in shards) for shards in mine)
+    assert batch.on(3) == resolve_batch(effective, None, None, 3, shard) or batch.on(3).at_once <= batch.at_once
+
+
+def test_the_plan_in_words() -> None:
+    assert str(resolve_batch(256, 32, None, 4, 8)) == "effective 256 = 32 shards of 8; 4 replicas x 2 micro steps of 4 shards"
+    assert str(resolve_batch(48, None, None, 1, 8)) == "effective 48 = 6 shards of 8; 1 replica x 1 micro step of 6 shards"
+    assert str(resolve_batch(44, None, 4, 1, 8)) == "effective 44 = 6 shards of up to 8; 1 replica x 3 micro steps of 2 shards"
+    assert str(resolve_batch(48, 24, None, 4, 8)) == "effective 48 = 6 shards of 8; 4 replicas x 1 micro step of up to 2 shards"
+    assert str(resolve_batch(48, 16, None, 1)) == "effective 48 = 3 shards of 16; 1 replica x 3 micro steps of 1 shard"
+
+
 @pytest.mark.parametrize(
     ("given_", "key", "says"),
     [
@@ -123,6 +166,10 @@ def test_what_is_left_open_follows(effective: int, replicas: int, accumulation: 
         ((None, None, None, 1), "batch.effective", "neither"),
         ((8, 16, None, 1), "batch.micro", "more than batch.effective=8"),
         ((0, None, None, 1), "batch.effective", "positive"),
+        ((48, 4, None, 1, 8), "batch.micro", "no room for a shard of batch.shard=8"),
+        ((None, 4, None, 1, 8), "batch.micro", "no room for a shard of batch.shard=8"),
+        ((48, 24, 1, 1, 8), "accumulation.steps", "takes 2 micro steps, not 1"),
+        ((48, None, None, 1, 0), "batch.shard", "positive"),
     ],
 )
 def test_contradictions_are_refused(given_: tuple[int | None, ...], key: str, says: str) -> None:

@@ -18,7 +18,8 @@ from isobatch.train import loop
 # everything that has a state: momentum, batch norm, dropout, EMA, a schedule with warmup, a growing loss scale
 RICH = (
     *BASE, "epochs=null", "steps=9", "eval_every=4", "log_every=1", "data=synthetic", "data.samples=42", "data.eval_samples=8",
-    "data.image_size=4", "batch.effective=12", "batch.micro=4", "model.norm=true", "model.drop_rate=0.2", "ema=ema",
+    "data.image_size=4", "batch.effective=12", "batch.micro=4",
+    "batch.shard=null", "model.norm=true", "model.drop_rate=0.2", "ema=ema",
     "ema.decay=0.9", "scheduler=cosine", "scheduler.warmup=3", "optimizer=adamw", "max_grad_norm=1.0",
 )  # fmt: skip
 SCALED = ("precision=amp", "precision.dtype=float16", "precision.loss_scale=256", "precision.growth_interval=3")
@@ -97,7 +98,7 @@ def test_shards_stay_as_they_were_cut_when_the_number_of_replicas_changes(tmp_pa
 
 def test_an_open_effective_batch_stays_what_it_was(tmp_path: Path) -> None:
     rich = (word for word in RICH if not word.startswith("batch."))
-    setting = (*rich, "batch.effective=null", "batch.micro=4", "accumulation=3")
+    setting = (*rich, "batch.effective=null", "batch.micro=4", "batch.shard=null", "accumulation=3")
     train_and_stop(tmp_path / "run", 2, *setting)
     train(tmp_path / "more", *setting, "parallel=dp", "parallel.replicas=3", f"resume={tmp_path / 'run'}")
     assert summary(tmp_path / "more")["plan"]["effective_batch"] == 12

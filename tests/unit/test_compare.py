@@ -16,7 +16,7 @@ from isobatch.compare.__main__ import main
 from isobatch.compare.rows import compare_rows, distance
 from isobatch.compare.runs import compare_runs
 
-RUN = (*BASE, "epochs=null", "steps=4", "log_every=1", "checkpoint.every=4", "batch.micro=12")
+RUN = (*BASE, "epochs=null", "steps=4", "log_every=1", "checkpoint.every=4", "batch.micro=12", "batch.shard=null")
 
 
 def rows(path: Path, *rows: dict[str, Any]) -> Path:

@@ -26,8 +26,8 @@ CUDA = torch.device("cuda", 0)
 QUIET = ("logger=none", "threads=1", "epochs=null", "steps=7", "eval_every=7", "checkpoint=none", "scheduler=constant",
          "optimizer.lr=0.0009765625", "log_every=3")  # fmt: skip
 IMAGES = ("data=synthetic", "data.image_size=16", "data.samples=44", "data.eval_samples=4", "data.num_classes=4",
-          "batch.effective=12", "batch.micro=5", "model=timm", "model.arch=test_resnet")  # fmt: skip
-SMALL = ("model=mlp", "model.width=8", "model.depth=1", "batch.effective=12", "batch.micro=5")
+          "batch.effective=12", "batch.micro=5", "batch.shard=null", "model=timm", "model.arch=test_resnet")  # fmt: skip
+SMALL = ("model=mlp", "model.width=8", "model.depth=1", "batch.effective=12", "batch.micro=5", "batch.shard=null")
 
 
 def slow(*words: str) -> Any:
@@ -57,7 +57,7 @@ def both(folder: Path, *words: str) -> tuple[Record, Record]:
     slow(*IMAGES, "loss=jsd"),
     (*IMAGES, "model.arch=test_vit", "+model.kwargs.drop_rate=0.3", "+model.kwargs.drop_path_rate=0.2",
      "+model.kwargs.img_size=16", "on_nonfinite=skip"),
-    slow(*IMAGES, "batch.micro=12", "data.num_workers=1"),
+    slow(*IMAGES, "batch.micro=12", "batch.shard=null", "data.num_workers=1"),
     (*SMALL, "optimizer=lamb"),
     (*SMALL, "scheduler=cosine"),
 ])  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_replayed_step_is_a_few_launches(graphs: list[Graph], gpu: Any, tmp_pa
 
     monkeypatch.setattr(loop, "train_step", counted)
     words = (*QUIET, *IMAGES, "log_every=100", "steps=9", "eval_every=9", "data.samples=40", "batch.effective=10",
-             "batch.micro=10")  # fmt: skip
+             "batch.micro=10", "batch.shard=null")  # fmt: skip
     for name in ("false", "true"):
         train(tmp_path / name, *words, f"cuda_graph={name}")
     assert counts[7] > 120 and counts[16] < 20, counts

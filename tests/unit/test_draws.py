@@ -19,7 +19,8 @@ from isobatch.runtime.randomness import ShardSeeder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*opt_einsum")  # kron wishes for it
 KRON = ("logger=none", "threads=1", "model=mlp", "model.width=8", "model.depth=1", "scheduler=constant", "epochs=null",
-        "batch.effective=8", "batch.micro=2", "eval_every=100", "optimizer.opt=kron", "optimizer.lr=0.01")  # fmt: skip
+        "batch.effective=8", "batch.micro=2",
+        "batch.shard=null", "eval_every=100", "optimizer.opt=kron", "optimizer.lr=0.01")  # fmt: skip
 
 
 def final(record: Any) -> list[float]:
@@ -79,7 +80,8 @@ class Noisy(nn.Module):
 
 def test_a_model_that_draws_in_evaluation_is_evaluated_alike_on_every_plan(tmp_path: Path) -> None:
     inputs = torch.arange(24.0).view(12, 2) / 12
-    words = (*QUIET, "steps=4", "eval_every=2", "batch.effective=6", "batch.micro=2", "reduction=exact", "loss=mse",
+    words = (*QUIET, "steps=4", "eval_every=2", "batch.effective=6", "batch.micro=2",
+             "batch.shard=null", "reduction=exact", "loss=mse",
              "optimizer.lr=0.01", *data_of("twelve", inputs, inputs[:, :1]),
              *model_of("noisy", lambda info: Noisy()))  # fmt: skip
     alone = train(tmp_path / "alone", *words)

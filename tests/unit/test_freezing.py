@@ -21,6 +21,7 @@ from isobatch.train.batch_norm import learns
 IMAGES = DataInfo("images", (3, 32, 32), 10)
 SHORT = ("logger=none", "threads=1", "data=synthetic", "data.samples=64", "data.eval_samples=16", "data.image_size=16",
          "model=timm", "model.arch=test_resnet", "epochs=null", "steps=3", "batch.effective=16", "batch.micro=4",
+         "batch.shard=null",
          "optimizer=sgd", "optimizer.lr=0.05", "scheduler=constant", "ema=ema", "ema.decay=0.5", "ema.warmup=true")  # fmt: skip
 PROBE = (*SHORT, "model.freeze=[backbone]")
 
@@ -92,8 +93,8 @@ def test_patterns_and_their_refusal() -> None:
 
 def test_frozen_batch_norm_may_have_shards_of_one_sample(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="shard of one sample"):
-        train(tmp_path / "a", *SHORT, "batch.micro=1")
-    train(tmp_path / "b", *PROBE, "batch.micro=1", "steps=1")
+        train(tmp_path / "a", *SHORT, "batch.micro=1", "batch.shard=null")
+    train(tmp_path / "b", *PROBE, "batch.micro=1", "batch.shard=null", "steps=1")
 
 
 def test_first_weights_from_a_run_a_file_and_for_other_classes(tmp_path: Path) -> None:

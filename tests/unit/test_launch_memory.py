@@ -13,12 +13,13 @@ import pytest
 from harness import BASE, plain, train
 
 from isobatch import config as configuration
-from isobatch.batch_plan import resolve_batch
+from isobatch.batch_plan import Batch, resolve_batch
 from isobatch.launch import last_folder
 from isobatch.resume.start import Resume
 from isobatch.runtime.distributed import Ranks
 
-BATCH = (*BASE, "data=synthetic", "data.image_size=4", "batch.effective=12", "epochs=null", "steps=2")
+BATCH = (*BASE, "data=synthetic", "data.image_size=4", "batch.effective=12", "batch.shard=null", "epochs=null",
+         "steps=2")  # fmt: skip
 
 
 @pytest.fixture
@@ -53,16 +54,17 @@ def test_without_torchrun_nothing_is_kept(under_torchrun: Path, monkeypatch: pyt
     assert not under_torchrun.exists()
 
 
-def begun(folder: Path, *overrides: str) -> tuple[int | None, object, int | None]:
-    return Resume(configuration.load(plain(*overrides)), folder, Ranks()).batch()
+def begun(folder: Path, replicas: int, *overrides: str) -> Batch:
+    effective, micro, accumulation, shard = Resume(configuration.load(plain(*overrides)), folder, Ranks()).batch()
+    return resolve_batch(effective, micro, accumulation, replicas, shard)
 
 
 def test_an_attempt_without_a_checkpoint_keeps_its_cut_on_another_world(tmp_path: Path) -> None:
     train(tmp_path / "run", *BATCH, "checkpoint=none", "parallel=dp", "parallel.replicas=3")
     wanted = json.loads((tmp_path / "run/plan.json").read_text())["micro_batch"]
     assert wanted == 4  # of three replicas
-    assert resolve_batch(*begun(tmp_path / "run", *BATCH), 1).micro == 4
-    assert resolve_batch(*begun(tmp_path / "run", *BATCH), 2).accumulation_steps == 2
+    assert begun(tmp_path / "run", 1, *BATCH).micro == 4
+    assert begun(tmp_path / "run", 2, *BATCH).accumulation_steps == 2
 
 
 @pytest.mark.parametrize(
@@ -70,10 +72,10 @@ def test_an_attempt_without_a_checkpoint_keeps_its_cut_on_another_world(tmp_path
 )
 def test_another_run_in_the_same_folder_is_cut_anew(tmp_path: Path, changed: list[str]) -> None:
     train(tmp_path / "run", *BATCH, "checkpoint=none", "parallel=dp", "parallel.replicas=3")
-    assert resolve_batch(*begun(tmp_path / "run", *BATCH, *changed), 1).micro != 4
+    assert begun(tmp_path / "run", 1, *BATCH, *changed).micro != 4
 
 
 def test_a_damaged_plan_is_as_none(tmp_path: Path) -> None:
     train(tmp_path / "run", *BATCH, "checkpoint=none", "parallel=dp", "parallel.replicas=3")
     (tmp_path / "run/plan.json").write_text('{"micro_batch": "many"}')
-    assert resolve_batch(*begun(tmp_path / "run", *BATCH), 1).micro == 12
+    assert begun(tmp_path / "run", 1, *BATCH).micro == 12

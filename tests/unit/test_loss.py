@@ -22,7 +22,7 @@ from isobatch.resume import saved_model
 from isobatch.runtime.distributed import Ranks
 
 WORDS = ("logger=none", "threads=1", "model=mlp", "model.width=8", "epochs=null", "steps=4", "eval_every=2", "log_every=1",
-         "batch.effective=8", "batch.micro=2", "checkpoint.every=4")  # fmt: skip
+         "batch.effective=8", "batch.micro=2", "batch.shard=null", "checkpoint.every=4")  # fmt: skip
 TAUGHT = ("loss=distill", "loss.teacher.arch=test_resnet")
 
 

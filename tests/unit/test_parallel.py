@@ -36,7 +36,7 @@ def ranks_train(world_size: int, folder: Path, *words: str) -> list[Any]:
 @pytest.mark.parametrize(("world_size", "micro"), [(2, 1), (3, 2), (4, 2)])
 def test_unused_parameters_are_found_and_stay_without_gradient(tmp_path: Path, world_size: int, micro: int) -> None:
     """`never` is in no output, `second` in some shards only, and ranks idle in the tail (all but one of 4 with 2)."""
-    words = (*probe(), f"batch.micro={micro}")
+    words = (*probe(), f"batch.micro={micro}", "batch.shard=null")
     alone = train(tmp_path / "alone", *words)
     records = ranks_train(world_size, tmp_path / "together", *words)
     for record in records:
@@ -55,7 +55,7 @@ def test_without_unused_parameters_idle_ranks_add_nothing(tmp_path: Path) -> Non
     """W > V, with batch norm: 5 ranks, 2 shards; the running statistics are those of a single process."""
     images, labels = torch.randn(10, 1, 8, 8), torch.arange(10)
     words = (*QUIET, *model_of("conv_norm", lambda info: ConvNorm()), *data_of("ten", images, labels, 10), *PLAIN_SGD,
-             "steps=3", "eval_every=100", "batch.effective=6", "batch.micro=3")  # fmt: skip
+             "steps=3", "eval_every=100", "batch.effective=6", "batch.micro=3", "batch.shard=null")  # fmt: skip
     statistics: list[float] = []
     look = {"observe": lambda state, parts, data: statistics.append(state.model.norm.running_var.sum().item())}
     alone = train(tmp_path / "alone", *words, **look)
@@ -96,7 +96,7 @@ HEADS = [1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 2.0, -2.0, 1.0, 3.0, 2.0, 1.0]
 # in windows of 8 (shard v is window[v::4]) the last micro step of both ranks leaves the same head out, which the first one used
 LAST = [1.0, 1.0, 1.0, 3.0, -1.0, 2.0, -1.0, 1.0] * 2
 HEAD_WORDS = (*QUIET, "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "optimizer.lr=0.1", "loss=mse",
-              "optimizer.decay_norms_and_biases=true", "eval_every=1", "batch.micro=2")  # fmt: skip
+              "optimizer.decay_norms_and_biases=true", "eval_every=1", "batch.micro=2", "batch.shard=null")  # fmt: skip
 
 
 def heads(*words: str, of: list[float] = HEADS, spare: bool = False) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ def test_samples_that_use_other_heads_train_as_in_one_process(tmp_path: Path, st
 
 
 def test_false_on_a_model_with_unused_parameters_ends_before_an_update(tmp_path: Path) -> None:
-    words = (*probe(), "batch.micro=1", "parallel.find_unused_parameters=false", "eval_every=1")
+    words = (*probe(), "batch.micro=1", "batch.shard=null", "parallel.find_unused_parameters=false", "eval_every=1")
 
     def work(ranks: Any) -> str:
         with pytest.raises(JobFailed) as failure:
@@ -151,10 +151,10 @@ def test_what_is_completed_is_said_once_by_every_rank(tmp_path: Path) -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         for name, words in (("never", probe()), ("later", heads("batch.effective=4", "steps=5", spare=True))):
-            train(tmp_path / name, "parallel=ddp", *words, "batch.micro=1", ranks=ranks)
+            train(tmp_path / name, "parallel=ddp", *words, "batch.micro=1", "batch.shard=null", ranks=ranks)
         train(tmp_path / "all", "parallel=ddp", *QUIET, "model=mlp", "steps=3", ranks=ranks)
         asked = "parallel.find_unused_parameters=true"
-        train(tmp_path / "quiet", "parallel=ddp", *probe(), "batch.micro=1", asked, ranks=ranks)
+        train(tmp_path / "quiet", "parallel=ddp", *probe(), "batch.micro=1", "batch.shard=null", asked, ranks=ranks)
         return lines
 
     told = on_ranks(2, tmp_path, work)
@@ -190,7 +190,7 @@ def test_reentrant_checkpointing_hides_nothing_that_is_reported() -> None:
 @pytest.mark.parametrize("words", [("reduce_dtype=float32",), ("reduce_dtype=float16", "gradient_predivide=1")])
 def test_gradients_added_otherwise_have_the_same_mean(tmp_path: Path, words: tuple[str, ...]) -> None:
     level = ("precision=O2", "precision.loss_scale=16")
-    base = (*probe(), "batch.micro=1", *level)
+    base = (*probe(), "batch.micro=1", "batch.shard=null", *level)
     alone = train(tmp_path / "alone", *base)
     for record in ranks_train(2, tmp_path / "together", *base, *(f"parallel.{word}" for word in words)):
         assert record.weights[-1] == pytest.approx(alone.weights[-1], abs=2e-3)
@@ -203,7 +203,8 @@ def test_gradients_added_otherwise_have_the_same_mean(tmp_path: Path, words: tup
 def test_exact_reduction_is_exact_at_every_level(tmp_path: Path, level: str, method: str) -> None:
     images, labels = torch.randn(18, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(18) % 10
     words = (*QUIET, *model_of("conv_norm", lambda info: ConvNorm()), *data_of("eighteen", images, labels, 10),
-             "optimizer=adamw", "steps=4", "eval_every=4", "batch.effective=10", "batch.micro=3", "reduction=exact",
+             "optimizer=adamw", "steps=4", "eval_every=4", "batch.effective=10", "batch.micro=3",
+             "batch.shard=null", "reduction=exact",
              f"reduction.method={method}", f"precision={level}", "max_grad_norm=1")  # fmt: skip
     words += ("precision.dtype=float16", "precision.loss_scale=4096") if level == "O1" else ()
     alone = train(tmp_path / "alone", *words)

@@ -19,7 +19,7 @@ def test_gpus_that_are_not_there_and_replicas_without_work_are_named(
              "epochs=null")  # fmt: skip
     train(tmp_path / "a", *small, "parallel=dp", "parallel.devices=[0,1]")
     assert "parallel.devices=[0, 1] names GPUs and this machine has none" in capsys.readouterr().out.replace("\n    ", " ")
-    words = ("parallel=dp", "parallel.replicas=3", "batch.effective=2", "batch.micro=1")
+    words = ("parallel=dp", "parallel.replicas=3", "batch.effective=2", "batch.micro=1", "batch.shard=null")
     train(tmp_path / "b", *small, *words)
     assert "1 of 3 replicas have no shard and wait: use fewer" in capsys.readouterr().out.replace("\n    ", " ")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -66,7 +68,7 @@ def test_the_estimate_is_what_the_tensors_hold(tmp_path: Path, monkeypatch, mode
         return found
 
     monkeypatch.setattr(estimate, "peak", without_copies)
-    words = (*IMAGES, *model, "batch.effective=32", f"batch.micro={micro_batch}")
+    words = (*IMAGES, *model, "batch.effective=32", f"batch.micro={micro_batch}", "batch.shard=null")
     config = load(plain(*words, "task=plan"))
     splits = config.data.load(None, 0)
     net = config.model.build(splits.info)
@@ -138,22 +140,35 @@ def test_resident_memory_by_optimizer_and_precision() -> None:
 @pytest.mark.parametrize("replicas", [1, 2, 3, 7])
 def test_the_micro_batches_that_matter(replicas: int) -> None:
     for effective in range(1, 130):
-        found = micro.candidates(effective, None, replicas)
+        found = [batch.micro for batch in micro.candidates(effective, None, replicas)]
         assert found == sorted(set(found), reverse=True) and found[-1] == 1
         by_rule = {resolve_batch(effective, None, steps, replicas).micro for steps in range(1, effective + 1)}
         assert set(found) == by_rule
         for m in found:  # no smaller micro batch has as few micro steps
             steps = Batch(effective, m, replicas).accumulation_steps
             assert m == 1 or Batch(effective, m - 1, replicas).accumulation_steps > steps
-    assert micro.candidates(48, 3, replicas) == [resolve_batch(48, None, 3, replicas).micro]
+    assert micro.candidates(48, 3, replicas) == [resolve_batch(48, None, 3, replicas)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_with_a_stated_shard_the_micro_batches_that_matter_all_cut_the_same(replicas: int) -> None:
+    for effective, shard in product(range(1, 130, 7), (1, 4, 8)):
+        found = micro.candidates(effective, None, replicas, shard)
+        assert {(batch.shard, batch.num_shards) for batch in found} == {(min(shard, effective), -(-effective // shard))}
+        steps = [batch.accumulation_steps for batch in found]
+        assert steps == sorted(set(steps)) and steps[0] == 1 and found[-1].at_once == 1
+        for batch in found:  # none with less in hand takes as few micro steps
+            fewer = replace(batch, at_once=max(1, batch.at_once - 1))
+            assert batch.at_once == 1 or fewer.accumulation_steps > batch.accumulation_steps
+    assert micro.candidates(48, 3, replicas, 8) == [resolve_batch(48, None, 3, replicas, 8)]
 
 
 @pytest.mark.parametrize("limit", range(50))
 def test_bisection_finds_the_largest_that_fits(limit: int) -> None:
     search = micro.Search.__new__(micro.Search)
-    sizes, asked = micro.candidates(48, None, 1), []
-    search._fits = lambda size: asked.append(size) or size <= limit  # type: ignore[method-assign]
-    assert search.first_that_fits(sizes) == sum(size > limit for size in sizes)
+    batches, asked = micro.candidates(48, None, 1), []
+    search._fits = lambda batch: asked.append(batch.micro) or batch.micro <= limit  # type: ignore[method-assign]
+    assert search.first_that_fits(batches) == sum(batch.micro > limit for batch in batches)
     assert asked[0] == 48 and len(asked) <= 6
 
 
@@ -211,7 +226,7 @@ def test_the_world_that_is_planned_for() -> None:
 
 def test_a_plan_for_64_processes_starts_none(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(launch.spawn, "run_ranks", lambda *args: pytest.fail("started ranks"))
-    launch.run(plain(*BASE, "task=plan", "parallel=ddp", "parallel.nproc=64", "batch.effective=256",
+    launch.run(plain(*BASE, "task=plan", "parallel=ddp", "parallel.nproc=64", "batch.effective=256", "batch.shard=4",
                      "model.width=512", "cost.bandwidth_gb_s=10"), tmp_path)  # fmt: skip
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["world_size"], plan["num_replicas"], plan["micro_batch"], plan["accumulation_steps"]) == (64, 64, 4, 1)

@@ -75,7 +75,8 @@ class Net(nn.Module):
 
 
 SHORT = ("logger=none", "threads=1", "data=synthetic", "data.samples=16", "data.eval_samples=4", "data.image_size=8",
-         "data.in_chans=2", "epochs=null", "steps=1", "batch.effective=16", "batch.micro=4", "optimizer=sgd",
+         "data.in_chans=2", "epochs=null", "steps=1", "batch.effective=16", "batch.micro=4",
+         "batch.shard=null", "optimizer=sgd",
          "checkpoint=none", "parallel=fsdp", "parallel.blocks=[blocks.*]")  # fmt: skip
 KEPT = ("parallel.reshard_after_forward=false", "parallel.reshard_between_micro_steps=false")
 CHOICES = {

@@ -183,7 +183,8 @@ def test_many_shards_do_not_lose_their_gradients_to_rounding(tmp_path: Path) -> 
     inputs[0] = 2048.0
     record = train(tmp_path, *QUIET, *model_of("none", lambda info: Scaled(0.0)),
                    *data_of("uneven", inputs, torch.zeros(8, 1)), *PLAIN_SGD, "optimizer.lr=1", "loss=output_sum",
-                   "steps=1", "batch.effective=8", "batch.micro=1", "precision=O2", "precision.loss_scale=static:1",
+                   "steps=1", "batch.effective=8", "batch.micro=1",
+                   "batch.shard=null", "precision=O2", "precision.loss_scale=static:1",
                    "eval_every=100")  # fmt: skip
     assert record.last == [-(2048 + 7) / 8]
 

@@ -17,7 +17,7 @@ from isobatch.errors import ConfigError
 from isobatch.evaluate import Answers, Classes
 
 FILES = ("predictions.csv", "per_class.csv", "confusion.csv")
-SHORT = (*BASE, "epochs=null", "steps=20", "batch.effective=32", "batch.micro=7")
+SHORT = (*BASE, "epochs=null", "steps=20", "batch.effective=32", "batch.micro=7", "batch.shard=null")
 
 
 def table(path: Path) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ RECIPES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.ya
 SWEEPS = {"equivalence", "strategies"}  # tests of their own: what they compare is the sweep
 IMAGENET = 1_281_167
 FEW = ("logger=none", "threads=1", "epochs=null", "steps=3", "log_every=1", "eval_every=3", "batch.effective=6",
-       "batch.micro=3")  # fmt: skip
+       "batch.micro=3", "batch.shard=null")  # fmt: skip
 # recipe -> what makes it small: (data, other settings)
 SMALL = {
     "article": ("", ("steps=null", "epochs=1", "batch.effective=8", "batch.micro=4")),

@@ -16,7 +16,7 @@ import isobatch
 from isobatch.errors import ConfigError
 
 IMAGES, LABELS = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
-WORDS = (*QUIET, "steps=2", "eval_every=2", "batch.effective=4", "batch.micro=2")
+WORDS = (*QUIET, "steps=2", "eval_every=2", "batch.effective=4", "batch.micro=2", "batch.shard=null")
 
 
 class Odd(nn.Module):

@@ -12,7 +12,7 @@ from harness import BASE, train, train_ranks
 from isobatch.errors import ConfigError, JobFailed
 
 RUN = (*BASE, "epochs=null", "steps=6", "log_every=1", "eval_every=3", "checkpoint.every=2", "checkpoint.keep=9",
-       "batch.micro=12", "model.norm=true", "reduction=exact")  # fmt: skip
+       "batch.micro=12", "batch.shard=null", "model.norm=true", "reduction=exact")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

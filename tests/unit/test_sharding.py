@@ -145,7 +145,7 @@ def test_a_branch_that_some_shards_miss_is_told_and_left_alone_on_request(tmp_pa
     words = (*QUIET, *model_of("sometimes_sharded", lambda info: SometimesUnused()),
              *data_of("four_rows", inputs, torch.arange(4.0).unsqueeze(1)), "optimizer=sgd", "optimizer.weight_decay=0.1",
              "optimizer.decay_norms_and_biases=true", "optimizer.lr=0.01", "loss=mse", "steps=4", "eval_every=9",
-             "batch.effective=2", "batch.micro=1", "checkpoint=none")  # fmt: skip
+             "batch.effective=2", "batch.micro=1", "batch.shard=null", "checkpoint=none")  # fmt: skip
     alone = train(tmp_path / "alone", *words)
 
     def work(ranks: Ranks) -> list[Any]:

@@ -16,7 +16,8 @@ from isobatch.runtime.distributed import Ranks
 
 # five shards on three ranks: 2, 2, 1; two batches of an evaluation
 SHORT = ("logger=none", "threads=1", "data=synthetic", "data.samples=29", "data.eval_samples=5", "data.image_size=8",
-         "data.in_chans=1", "epochs=null", "steps=2", "eval_every=1", "batch.effective=20", "batch.micro=4", "optimizer=sgd",
+         "data.in_chans=1", "epochs=null", "steps=2", "eval_every=1", "batch.effective=20", "batch.micro=4",
+         "batch.shard=null", "optimizer=sgd",
          "optimizer.lr=0.05", "scheduler=constant", "max_grad_norm=0.1", "log_every=1", "sampler.tail=drop")  # fmt: skip
 CHOICES = {
     "probe": ("model.freeze=[backbone]",),

@@ -10,7 +10,7 @@ from harness import BASE, rows, summary, train, train_ranks
 
 WORDS = ("logger=none", "threads=1", "reduction=exact", "data=synthetic", "data.samples=20", "data.eval_samples=8",
          "data.image_size=16", "data.num_classes=4", "model=timm", "model.arch=test_convnext", "+model.kwargs.patch_size=1",
-         "epochs=null", "steps=3", "log_every=1", "eval_every=3", "batch.effective=8", "batch.micro=2",
+         "epochs=null", "steps=3", "log_every=1", "eval_every=3", "batch.effective=8", "batch.micro=2", "batch.shard=null",
          "optimizer.lr=0.01")  # fmt: skip
 CHANGES = {
     "label_smoothing": ("loss.label_smoothing=0.1",),

@@ -60,7 +60,7 @@ def one_job(cfg: DictConfig) -> float | None:
         with lock.held(run_dir):
             record(cfg, run_dir)
             with launch.settling(run_dir):
-                plain = plain_config(cfg, Path(job.runtime.cwd))
+                plain = plain_config(cfg, Path(job.runtime.cwd), job.overrides.task)
                 if not sweep:
                     sweeps.check_alone(plain)
             if sweep:

@@ -120,9 +120,10 @@ def check_together(config: Config) -> None:
     replicas = config.parallel.known_replicas
     if config.batch.micro != "auto":
         # without the number of replicas only what holds for every one of them can be checked yet; a resumed run keeps
-        # the micro batch that it was cut with, and its accumulation follows
-        known = replicas and config.resume is None
-        resolve_batch(config.batch.effective, micro, config.accumulation.steps if known else None, replicas or 1)
+        # the shards that it was cut into, and its accumulation follows
+        fresh = config.resume is None
+        resolve_batch(config.batch.effective, micro, config.accumulation.steps if replicas and fresh else None, replicas or 1,
+                      config.batch.shard if fresh else None)  # fmt: skip
     elif config.batch.effective is None:
         raise ConfigError("batch.effective", None, "batch.micro=auto needs an effective batch to divide",
                           "set batch.effective=48")  # fmt: skip

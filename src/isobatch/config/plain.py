@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,13 @@ def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def plain_config(composed: Any, cwd: Path) -> dict[str, Any]:
+def plain_config(composed: Any, cwd: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     """Hydra's composed config to plain data, with input paths made absolute against `cwd`.
 
+    Args:
+        words: the settings that were typed for this job.
     Raises:
-        ConfigError: a value that is missing, or refers to one that is not there.
+        ConfigError: a value that is missing, or refers to one that is not there; a micro batch that may be a slip.
     """
     try:
         plain = resolved(composed)
@@ -75,4 +77,21 @@ def plain_config(composed: Any, cwd: Path) -> dict[str, Any]:
                 raise ConfigError(dotted, node[key][:60], f"is no path: {problem}", f"set {dotted} to a path") from None
             if there or kind == "file":
                 node[key] = str(path)
+    refuse_slip({word.split("=")[0].lstrip("+") for word in words}, plain.get("batch"))
     return plain
+
+
+def refuse_slip(typed: set[str], batch: Any) -> None:
+    """Raise ConfigError for a micro batch that was typed without a shard and is no multiple of the shard that stands.
+
+    Whether the person means the memory or the training cannot be told. With a typed shard it is the memory: the micro
+    batch is then rounded down (batch_plan.resolve_batch), and the plan says so.
+    """
+    if not isinstance(batch, dict) or "batch.micro" not in typed or "batch.shard" in typed:
+        return
+    micro, shard = batch.get("micro"), batch.get("shard")
+    if type(micro) is int and type(shard) is int and 0 < shard < micro and micro % shard:
+        near = f"{micro // shard * shard} or {-(-micro // shard) * shard}"
+        raise ConfigError("batch.micro", micro, f"is no multiple of the shard, batch.shard={shard}",
+                          f"set batch.micro={near} (the same training), or batch.shard=null (a shard is then as large as the "
+                          "micro batch: another training for batch norm and all that draws)")  # fmt: skip

@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BatchOptions:
     effective: int | None = 48
+    shard: int | None = 8  # null: the micro batch
     micro: Any = None  # a positive integer, null, or `auto`: the largest that fits
     eval: int | None = None  # of an evaluation; null: as the micro batch
 
     def __post_init__(self) -> None:
-        for key in ("effective", "eval"):
+        for key in ("effective", "shard", "eval"):
             if getattr(self, key) is not None:
                 positive(f"batch.{key}", getattr(self, key))
         if isinstance(self.micro, bool) or not (self.micro in (None, "auto") or isinstance(self.micro, int)):

@@ -127,7 +127,7 @@ class Feed:
         keep: bool = False,
     ):
         self.source, self.plan, self.averages, self.prepare, self.keep = source, plan, averages, prepare, keep
-        self.micro_steps = plan.batch.micro_steps(replicas, lanes)
+        self.micro_steps = [tuple(v for lane in step for v in lane) for step in plan.batch.micro_steps(replicas, lanes)]
         self.order = lru_cache(maxsize=2)(lambda epoch: self._padded(order(epoch)))
         self.highest = lru_cache(maxsize=2)(lambda epoch: int(self.order(epoch).max()))
 
@@ -178,5 +178,6 @@ class Feed:
             sizes = tuple(len(window.shard(v)) for v in shards)
             if self.prepare is not None:
                 inputs, targets = self.prepare(inputs, targets, window.step, shards, sizes)
-            weight = sum(sizes) / window.size if self.averages else len(shards) / window.num_shards
+            # a sum over all samples of the micro step is the sum of its shards' sums already
+            weight = sum(sizes) / window.size if self.averages else 1 / window.num_shards
             yield MicroBatch(shards, sizes, inputs, targets, weight, k == 0, k == len(steps) - 1)

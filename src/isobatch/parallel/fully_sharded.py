@@ -134,7 +134,7 @@ class FullySharded(Processes):
 
     def begin(self, wrapped: nn.Module, batch: Batch, window: Window, ranks: Ranks) -> None:
         if shards := _of(wrapped):
-            steps = [sum(v < window.num_filled for v in batch.shards_of(r)) for r in (0, ranks.rank)]
+            steps = [batch.steps_with(replica, window.num_filled) for replica in (0, ranks.rank)]
             shards.behind = steps[0] - steps[1]  # replica 0 has the most
 
     def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager[Any]:

@@ -58,11 +58,11 @@ class Row:
 def row(batch: Batch, replicas: int, measured: Measured, wire: WholeGradients | Parts, options: CostOptions) -> Row:
     """
     Args:
-        batch: as planned; on more replicas the micro batch shrinks to what one replica gets, on fewer they accumulate.
+        batch: as planned; on more replicas each holds no more than its part, on fewer they accumulate.
         wire: what replicas exchange in a window.
     """
-    here = Batch(batch.effective, min(batch.micro, ceil_div(batch.effective, replicas)), replicas)
-    largest = ceil_div(here.effective, here.num_shards)
+    here = batch.on(replicas)
+    largest = min(here.at_once * ceil_div(here.effective, here.num_shards), here.effective)
     compute = here.accumulation_steps * largest * measured.sample_s
     window = wire.window(replicas, here.accumulation_steps)
     network = sum(seconds(options, exchange.forward + exchange.backward) for exchange in window)

@@ -156,7 +156,7 @@ def sums(config: Config, batch: Batch, gradients: int) -> int:
         return 0
     if options.resolved_method(batch.num_shards) == "bin64":
         return 2 * gradients
-    return gradients * (batch.accumulation_steps.bit_length() - 1 + (batch.num_replicas > 1))
+    return gradients * (batch.busiest.bit_length() - 1 + (batch.num_replicas > 1))
 
 
 def saved_tensors(module: nn.Module, given: Sequence[Tensor], loss: Callable[[], Tensor]) -> list[Saved]:

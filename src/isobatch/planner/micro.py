@@ -27,44 +27,44 @@ FEW = 2, 4  # samples that the estimate before a trial on a CPU is drawn from
 
 @dataclass
 class Choice:
-    """`micro`: chosen; `tried`: micro batch -> whether it fitted on this rank; `words`: for a person."""
+    """`batch`: chosen; `tried`: micro batch -> whether it fitted on this rank; `words`: for a person."""
 
-    micro: int
+    batch: Batch
     tried: dict[int, bool] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
 
 
-def candidates(effective: int, accumulation: int | None, num_replicas: int) -> list[int]:
+def candidates(effective: int, accumulation: int | None, num_replicas: int, shard: int | None = None) -> list[Batch]:
     """The micro batches that matter, largest first: the smallest for each number of micro steps.
 
-    A larger one with as many micro steps would take more memory for nothing. A given accumulation leaves one.
+    A larger one with as many micro steps would take more memory for nothing. A given accumulation leaves one. Where no
+    `shard` is stated, each cuts other shards.
     """
-    if accumulation is not None:
-        return [resolve_batch(effective, None, accumulation, num_replicas).micro]
-    most = -(-effective // num_replicas)  # micro steps at a micro batch of 1
-    return sorted({-(-effective // (num_replicas * steps)) for steps in range(1, most + 1)}, reverse=True)
+    alone = resolve_batch(effective, None, None, num_replicas, shard or 1)
+    steps = range(1, alone.busiest + 1) if accumulation is None else [accumulation]
+    found = {batch.micro: batch for n in steps for batch in [resolve_batch(effective, None, n, num_replicas, shard)]}
+    return [found[micro] for micro in sorted(found, reverse=True)]
 
 
 @without_global_hooks()
-def choose(config: Config, model: nn.Module, splits: Splits, effective: int, accumulation: int | None,
-           num_replicas: int, ranks: Ranks, device: torch.device) -> Choice:  # fmt: skip
-    """Try on this rank's device and agree on the smallest answer. A collective.
+def choose(config: Config, model: nn.Module, splits: Splits, batches: list[Batch], ranks: Ranks,
+           device: torch.device) -> Choice:  # fmt: skip
+    """Try `batches` (candidates) on this rank's device and agree on the smallest answer. A collective.
 
     Raises:
         ConfigError: not even the smallest candidate fits on some rank.
     """
-    sizes = candidates(effective, accumulation, num_replicas)
-    usable = [m for m in sizes if _normalisable(config, model, len(splits.train), Batch(effective, m, num_replicas))]
+    usable = [batch for batch in batches if _normalisable(config, model, len(splits.train), batch)]
     if not usable:
-        return Choice(sizes[0])  # every one of them is refused, with the reason, where the policy is applied
-    search = Search(config, model, splits, effective, num_replicas, ranks, device)
+        return Choice(batches[0])  # every one of them is refused, with the reason, where the policy is applied
+    search = Search(config, model, splits, ranks, device)
     mine = search.first_that_fits(usable)
     index = ranks.agree(mine)
     if index == len(usable):
         other = "" if mine == index else " of another rank"
-        raise ConfigError("batch.micro", "auto", f"not even a micro batch of {usable[-1]} fits on {device}{other}",
+        raise ConfigError("batch.micro", "auto", f"not even a micro batch of {usable[-1].micro} fits on {device}{other}",
                           "use a smaller model or image, precision=amp or model.grad_checkpointing=true"
-                          + (", or leave accumulation=auto" if accumulation else ""))  # fmt: skip
+                          + (", or leave accumulation=auto" if config.accumulation.steps else ""))  # fmt: skip
     chosen = usable[index]
     return Choice(chosen, search.tried, [search.words(chosen, index > mine), *search.assumed])
 
@@ -80,10 +80,8 @@ def _normalisable(config: Config, model: nn.Module, samples: int, batch: Batch) 
 class Search:
     """The trials of one rank."""
 
-    def __init__(self, config: Config, model: nn.Module, splits: Splits, effective: int, num_replicas: int,
-                 ranks: Ranks, device: torch.device):  # fmt: skip
-        self.effective, self.num_replicas, self.device = effective, num_replicas, device
-        self.config, self.model, self.splits, self.ranks = config, model, splits, ranks
+    def __init__(self, config: Config, model: nn.Module, splits: Splits, ranks: Ranks, device: torch.device):
+        self.config, self.model, self.splits, self.ranks, self.device = config, model, splits, ranks, device
         self.tried: dict[int, bool] = {}
         self.assumed: list[str] = []
         self.room: int | None = None
@@ -95,22 +93,23 @@ class Search:
             self.assumed = [f"a CPU never reports out of memory in time, so a rank is assumed to have {100 * SHARE:.0f} % "
                             f"of its share of the memory that is free now: {self.room / estimate.MB:,.0f} MB"]  # fmt: skip
 
-    def first_that_fits(self, sizes: list[int]) -> int:
-        """Index of the largest of `sizes` (descending) that fits, by bisection; len(sizes) if none does."""
-        low, high = 0, len(sizes)  # the answer is in low .. high
+    def first_that_fits(self, batches: list[Batch]) -> int:
+        """Index of the largest of `batches` (descending) that fits, by bisection; len(batches) if none does."""
+        low, high = 0, len(batches)  # the answer is in low .. high
         probe = 0  # mostly the largest fits
         while low < high:
-            if self._fits(sizes[probe]):
+            if self._fits(batches[probe]):
                 high = probe
             else:
                 low = probe + 1
             probe = (low + high) // 2
         return low
 
-    def _fits(self, micro: int) -> bool:
+    def _fits(self, batch: Batch) -> bool:
+        micro = batch.micro
         if micro not in self.tried:
             try:
-                self.tried[micro] = self._try(micro)
+                self.tried[micro] = self._try(batch)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -119,14 +118,13 @@ class Search:
                 self._tidy()
         return self.tried[micro]
 
-    def _try(self, micro: int) -> bool:
-        batch = Batch(self.effective, micro, self.num_replicas)
+    def _try(self, batch: Batch) -> bool:
         resident = estimate.resident(self.config, self.model, batch)
         trial = Trial(self.config, self.model, self.splits, self.device, resident.beside)
         trial.ballast += self._held_by_a_training(trial, batch)
-        if self.room is not None and self._estimate(trial, micro, batch, resident) > self.room:
+        if self.room is not None and self._estimate(trial, batch, resident) > self.room:
             return False
-        return trial.fits(micro, min(2, batch.accumulation_steps))
+        return trial.fits(batch.micro, min(2, batch.accumulation_steps))
 
     def _held_by_a_training(self, trial: Trial, batch: Batch) -> int:
         """Bytes on an accelerator that a trial has not: data that lives there, the batch that is copied ahead (bin64: all of a
@@ -148,8 +146,9 @@ class Search:
         gc.collect()
         accelerator.empty_cache(self.device)
 
-    def _estimate(self, trial: Trial, micro: int, batch: Batch, resident: estimate.Resident) -> int:
+    def _estimate(self, trial: Trial, batch: Batch, resident: estimate.Resident) -> int:
         """Bytes beside the weights, which are in memory already."""
+        micro = batch.micro
         if micro <= FEW[1]:
             saved = trial.saved(micro)
         else:
@@ -160,15 +159,16 @@ class Search:
         all_gradients = batch.accumulation_steps > 1 or batch.num_replicas > 1
         return resident.working + resident.beside + estimate.peak(saved, resident.gradients, all_gradients)
 
-    def words(self, chosen: int, lowered: bool) -> str:
+    def words(self, chosen: Batch, lowered: bool) -> str:
         """What was found, for a person."""
         failed = sorted((m for m, fitted in self.tried.items() if not fitted), reverse=True)
-        text = f"batch.micro=auto: {chosen} fits on {self.device}"
+        text = f"batch.micro=auto: {chosen.micro} fits on {self.device}"
         if failed:
             text += f", {', '.join(map(str, failed))} did not"
         if lowered:
             text += "; another rank has room for no more"
-        return f"{text}; set batch.micro={chosen} to have the same shards anywhere"
+        # with a stated shard any other answer would have been the same training
+        return text if chosen.stated else f"{text}; set batch.micro={chosen.micro} to have the same shards anywhere"
 
 
 def extrapolated(small: list[estimate.Saved], twice: list[estimate.Saved], micro: int) -> list[estimate.Saved]:

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import nn
 
-from isobatch.batch_plan import BatchPlan
+from isobatch.batch_plan import Batch, BatchPlan, counted
 from isobatch.config import Config
 from isobatch.data import Splits
 from isobatch.launch.devices import count_gpus
@@ -16,20 +16,29 @@ from isobatch.runtime import cores
 from isobatch.runtime.distributed import Ranks
 from isobatch.train.batch_norm import tracking_layers
 
+USUAL_SHARD = 32  # samples that batch norm is mostly used with (Wu and He 2018: error grows below 16)
+
 
 def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, device: torch.device) -> list[str]:
     """One line each, most important first."""
     batch, found = plan.batch, list[str]()
     if frozen := freezing.describe(model):
         found.append(frozen)
-    if batch.num_shards > 1 and config.model.batch_norm == "shard" and any(m.training for m in tracking_layers(model)):
-        found.append(
-            f"batch norm normalises over a shard of {batch.micro} samples: batch.micro={batch.micro} is part of the "
-            "contract for this model, and another micro batch is another training"
-        )
+    if config.model.batch_norm == "shard" and any(m.training for m in tracking_layers(model)):
+        found += norm_notes(batch)
+    if config.batch.micro not in (None, "auto") and batch.stated and config.batch.micro % batch.shard:
+        held = counted(config.batch.micro // batch.shard, "shard")
+        found.append(f"batch.micro={config.batch.micro} has room for {held} of {batch.shard} samples: rounded down to "
+                     f"{config.batch.micro // batch.shard * batch.shard}")  # fmt: skip
+    asked = config.accumulation.steps
+    if asked is not None and batch.stated and config.batch.micro is None and batch.accumulation_steps < asked:
+        found.append(f"accumulation={asked}: {counted(batch.accumulation_steps, 'micro step')} of "
+                     f"{counted(batch.at_once, 'shard')} hold as little at once")  # fmt: skip
     idle = max(0, batch.num_replicas - batch.num_shards)
     if idle:
-        way_out = "lower batch.micro to use them" if batch.micro > 1 else "use fewer"
+        key = "batch.shard" if batch.stated else "batch.micro"
+        size = batch.effective // batch.num_replicas  # the largest that gives every replica one
+        way_out = f"{key}={size} would use them all (another training for what depends on the shard)" if size else "use fewer"
         found.append(f"{idle} of {batch.num_replicas} replicas have no shard and wait: {way_out}")
     elif batch.num_shards % batch.num_replicas:
         found.append(
@@ -73,13 +82,25 @@ def unusable_gpus() -> str | None:
     return f"this machine has {there} GPU(s) and the training runs on the CPU: {why} (device=cpu says that it is meant)"
 
 
+def norm_notes(batch: Batch) -> list[str]:
+    """What a person has to know who trains batch norm on these shards."""
+    key = "batch.shard" if batch.stated else "batch.micro"
+    found = []
+    if batch.num_shards > 1:
+        found.append(f"batch norm normalises over a shard of {batch.shard} samples: {key}={batch.shard} is part of the "
+                     "contract for this model, and another one is another training")  # fmt: skip
+    if batch.shard < USUAL_SHARD // 2 and batch.effective > batch.shard:
+        found.append(f"the statistics of {batch.shard} samples are noisy: batch.shard={min(USUAL_SHARD, batch.effective)} is "
+                     "usual for batch norm")  # fmt: skip
+    return found
+
+
 def view(config: Config, plan: BatchPlan, total: int, ranks: Ranks, device: torch.device) -> dict[str, str]:
     """The plan as a person reads it: label -> text. `total`: updates of the run."""
     batch = plan.batch
     tail = "" if plan.tail_size == batch.effective else f", the last of {plan.tail_size} samples"
     return {
-        "effective batch": f"{batch.effective} = {batch.num_shards} shard(s) of up to {batch.micro}",
-        "replicas": f"{batch.num_replicas} x {batch.accumulation_steps} micro step(s)",
+        "batch": str(batch),
         "parallel": config.parallel.describe(ranks, device),
         "precision": config.precision.describe(device),
         "reduction": config.reduction.describe(batch.num_shards),

@@ -250,5 +250,5 @@ class ExactReducer:
 
 def shards_of(plan: BatchPlan, replicas: range) -> range:
     """The shards that a process with these replicas runs, in the order in which it runs them: contiguous."""
-    steps = [shard for steps in plan.batch.micro_steps(replicas, 1) for shard in steps]
+    steps = [shard for (shards,) in plan.batch.micro_steps(replicas, 1) for shard in shards]
     return range(steps[0], steps[-1] + 1) if steps else range(0)

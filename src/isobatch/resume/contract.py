@@ -14,7 +14,11 @@ from isobatch.config import marked
 from isobatch.config.tables import MARKS, TABLES
 
 # options whose default has changed, or that are newer than some runs -> what those runs did; a resumed run goes on like that
-EARLIER: dict[str, dict[str, Any]] = {"data": {"exif": "ignore"}, "ema": {"warmup": False}}
+EARLIER: dict[str, dict[str, Any]] = {
+    "data": {"exif": "ignore"},
+    "ema": {"warmup": False},
+    "batch": {"shard": None},  # before it could be stated, a shard was as large as the micro batch
+}
 
 
 @dataclass(frozen=True)

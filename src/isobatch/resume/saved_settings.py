@@ -99,7 +99,8 @@ def read(run: Path) -> SavedSettings:
     for key in KNOWN & set(config):
         if key in NESTED and isinstance(config[key], Mapping):
             options = [f.name for f in dataclasses.fields(NESTED[key])]
-            saved.top.update({f"{key}.{option}": config[key][option] for option in options if option in config[key]})
+            nested = EARLIER.get(key, {}) | config[key]
+            saved.top.update({f"{key}.{option}": nested[option] for option in options if option in nested})
         else:
             saved.top[key] = config[key]
     _drop_references(saved.top, "", run, saved.told)

@@ -14,7 +14,7 @@ from isobatch.checkpoint import reading
 from isobatch.checkpoint.folder import Folder
 from isobatch.checkpoint.reading import Saved
 from isobatch.errors import ConfigError
-from isobatch.resume import contract, signature
+from isobatch.resume import contract, cut, signature
 from isobatch.resume.contract import Difference
 from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping
@@ -34,8 +34,6 @@ log = logging.getLogger("isobatch")
 # facts of the plan that belong to the contract -> the setting to name
 DATA_FACTS = {"train_samples": "data", "eval_samples": "data", "num_classes": "data", "input_shape": "data",
               "samples_per_epoch": "sampler"}  # fmt: skip
-CUT = {"micro_batch", "num_shards"}  # compared by a rule of its own, not as identity
-CUT_BY = {"micro_batch": "batch.micro"}
 
 
 class Resume:
@@ -79,8 +77,9 @@ class Resume:
             return None
         try:
             plan = read_mapping(self.run_dir, layout.PLAN)
-            same = before.get("batch") == self.config.plain["batch"] and not contract.differences(before, self.config.plain)
-        except Unreadable:
+            as_begun = {**dataclasses.asdict(configuration.BatchOptions()), **contract.EARLIER["batch"], **before["batch"]}
+            same = as_begun == self.config.plain["batch"] and not contract.differences(before, self.config.plain)
+        except (Unreadable, KeyError, TypeError):
             return None
         return Saved(self.run_dir, 0, {"plan": plan, "config": before}) if same else None
 
@@ -113,29 +112,17 @@ class Resume:
                        f"{contract.shown(getattr(options, key))}" for key, value in begun.items()]  # fmt: skip
         return dataclasses.replace(options, **begun)
 
-    def batch(self) -> tuple[int | None, Any, int | None]:
-        """(effective, micro, accumulation) for batch_plan.resolve_batch.
-
-        What is not typed anew stays as it was cut, so that the shards are the same on any number of replicas and the
-        accumulation follows.
-        """
-        config = self.config
-        effective, micro, accumulation = config.batch.effective, config.batch.micro, config.accumulation.steps
-        saved = self.saved or self.begun
-        if saved is None or (not self.task.trains and micro != "auto"):
-            return effective, micro, accumulation
-        before, was = saved.state["plan"], saved.state["config"].get("accumulation") or {}
+    def batch(self) -> cut.Cut:
+        """For batch_plan.resolve_batch: as typed, but what is not typed anew stays as the run that goes on had it."""
+        saved, typed = self.saved or self.begun, cut.typed(self.config)
+        if saved is None or (not self.task.trains and typed.micro != "auto"):
+            return typed
         try:
-            effective = before["effective_batch"] if effective is None else effective
-            if accumulation == was.get("steps"):
-                accumulation = None
-                if micro in (None, "auto"):
-                    micro = min(int(before["micro_batch"]), effective)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            return cut.continued(self.config, saved)
+        except cut.DAMAGED:
             if self.saved is None:  # a file that a kill or somebody's hand damaged: the run begins as any other
-                return config.batch.effective, config.batch.micro, config.accumulation.steps
+                return typed
             raise self._unfit("its plan is incomplete") from None
-        return effective, micro, accumulation
 
     def check(self, plan: Mapping[str, Any], identity: Mapping[str, Any], exact: bool,
               batch_norm: Mapping[str, str], steps_per_epoch: int) -> list[str]:  # fmt: skip
@@ -154,11 +141,13 @@ class Resume:
         if not self.task.trains:
             return self.notes
         changed = contract.facts_changed(before, plan, {"effective_batch": "batch.effective", **DATA_FACTS})
-        cut = contract.facts_changed(before, plan, CUT_BY)
+        before = {**before, "shard": cut.shard_of(before)}
+        cut_by = {"shard": cut.key(self.config, self.saved.state["config"])}
+        anew = contract.facts_changed(before, plan, cut_by)
         if exact or batch_norm:
-            changed += contract.facts_changed(before, plan, {**CUT_BY, **batch_norm})
-        elif cut:
-            self.notes.append(f"{cut[0]}: the shards are cut anew, so dropout draws anew and sums round anew")
+            changed += contract.facts_changed(before, plan, {**batch_norm, **cut_by})
+        elif anew:
+            self.notes.append(f"{anew[0]}: the shards are cut anew, so dropout draws anew and sums round anew")
         self._refuse(changed)
         if before.get("effective_batch") != plan["effective_batch"]:
             epoch, index = divmod(step, steps_per_epoch)
@@ -171,12 +160,14 @@ class Resume:
                     f"{trained} samples of training {abs(stands - trained)} are {what}; "
                     "change the batch between epochs, or start a new run with model.checkpoint_path")  # fmt: skip
         other = {k: (v, identity[k]) for k, v in self.saved.state["identity"].items()
-                 if k in identity and k not in CUT and identity[k] != v}  # fmt: skip
+                 if k in identity and k not in cut.CUT and identity[k] != v}  # fmt: skip
         if other:
             listed = ", ".join(f"{k} {contract.shown(a)} -> {contract.shown(b)}" for k, (a, b) in other.items())
             self.notes.append(f'the promise drops from "to the bit" to "same effective batch": {listed}')
         elif not exact and before.get("num_replicas") != plan["num_replicas"]:
             self.notes.append("reduction=fast on another number of replicas: the rest is equal up to rounding")
+        elif not exact and not anew and before.get("micro_batch") != plan["micro_batch"]:
+            self.notes.append("reduction=fast with another micro batch: the rest is equal up to rounding")
         total = plan["steps"]
         if step > total:
             key = "epochs" if self.config.epochs is not None else "steps"

@@ -90,7 +90,7 @@ class DryRun:
         HydraConfig.instance().set_config(config)
         try:
             run_dir = self.folder / str(config.hydra.sweep.subdir)
-            return configuration.plain_config(hydra_patches.without_hydra(config), Path.cwd()), run_dir
+            return configuration.plain_config(hydra_patches.without_hydra(config), Path.cwd(), overrides), run_dir
         finally:
             HydraConfig.instance().cfg = before
 
@@ -115,9 +115,9 @@ class Estimate:
         replicas = self.replicas(config.parallel)
         micro = config.batch.micro
         if micro == "auto":  # found by trying; the windows do not depend on it
-            batch = resolve_batch(config.batch.effective, None, None, replicas)
+            batch = resolve_batch(config.batch.effective, None, None, replicas, config.batch.shard)
         else:
-            batch = resolve_batch(config.batch.effective, micro, config.accumulation.steps, replicas)
+            batch = resolve_batch(config.batch.effective, micro, config.accumulation.steps, replicas, config.batch.shard)
         plan = BatchPlan(batch, config.sampler.order_size(self.size(config)), config.sampler.tail)
         updates = config.steps or (config.epochs or 0) * plan.windows_per_epoch
         if not task.trains:

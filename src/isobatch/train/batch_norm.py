@@ -69,11 +69,12 @@ def apply_policy(model: nn.Module, policy: str, plan: BatchPlan, ranks: Ranks, d
         _check_sync(plan, ranks, device)
     if plan.smallest_shard() == 1:
         tail = plan.windows_per_epoch > 1 and plan.batch.effective // plan.batch.num_shards > 1
+        key = "batch.shard" if plan.batch.stated else "batch.micro"
         raise ConfigError(
-            "sampler.tail" if tail else "batch.micro", plan.tail if tail else plan.batch.micro,
+            "sampler.tail" if tail else key, plan.tail if tail else plan.batch.shard,
             f"batch norm would get a shard of one sample (a window of {plan.tail_size if tail else plan.batch.effective} "
             f"in {plan.batch.num_shards} shards)",
-            "set sampler.tail=drop" if tail else "raise batch.micro, or set model.batch_norm=frozen",
+            f"set sampler.tail=drop, or a larger {key}" if tail else f"raise {key}, or set model.batch_norm=frozen",
         )  # fmt: skip
 
 
@@ -84,10 +85,10 @@ def _check_sync(plan: BatchPlan, ranks: Ranks, device: torch.device) -> None:
                           "set model.batch_norm=shard or frozen")  # fmt: skip
     batch, replicas = plan.batch, plan.batch.num_replicas
     if replicas > 1 and batch.num_shards % replicas:
-        micro = -(-batch.effective // (replicas * batch.accumulation_steps))
+        size, key = -(-batch.effective // (replicas * batch.busiest)), "batch.shard" if batch.stated else "batch.micro"
         raise ConfigError("model.batch_norm", "sync", f"{batch.num_shards} shards on {replicas} ranks leave some without "
                           "one in the last micro step, and the others wait for their statistics",
-                          f"set batch.micro={micro}, or model.batch_norm=shard")  # fmt: skip
+                          f"set {key}={size}, or model.batch_norm=shard")  # fmt: skip
     if ranks.world_size > 1 and plan.tail_size < batch.num_shards:
         raise ConfigError("sampler.tail", plan.tail, f"the last window of {plan.tail_size} samples leaves ranks without a "
                           "shard, and with model.batch_norm=sync the others wait for their statistics",
@@ -121,7 +122,7 @@ def decided_by(model: nn.Module, policy: str) -> dict[str, str]:
     """Numbers of the plan that decide which samples are normalised together -> the setting to name."""
     if not learns(model):
         return {}
-    return {"micro_batch": "batch.micro", **({"num_replicas": "parallel.nproc"} if policy == "sync" else {})}
+    return {"shard": "batch.shard", **({"num_replicas": "parallel.nproc"} if policy == "sync" else {})}
 
 
 def describe(model: nn.Module, policy: str) -> str:
