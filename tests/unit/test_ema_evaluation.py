@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import plain, rows, summary, train
 from safetensors.torch import load_file
+from torch import nn
 
 from isobatch import checkpoint
 from isobatch.checkpoint import Checkpoint
@@ -67,3 +68,27 @@ def test_a_decay_that_fits_the_run_is_not_spoken_of() -> None:
     assert ema.note(100) is None and "about 100 updates, more than the 99" in ema.note(99)
     assert "all updates" in options("ema", {"name": "ema", "decay": 1.0}).note(5)
     assert options("ema", {"name": "none"}).note(1) is None
+
+
+@pytest.mark.parametrize("distant", [False, True])
+def test_a_buffer_that_comes_with_the_first_forward_is_averaged_along(distant: bool) -> None:
+    from isobatch.ema.average import Average, DistantAverage
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "seen"):
+                self.register_buffer("seen", torch.zeros(2))
+            self.seen += x.mean(0)
+            return self.body(x)
+
+    model = nn.Sequential(Late())
+    average = Average(model, decay=0.5)
+    kept = DistantAverage(average, model, torch.device("cpu")) if distant else average
+    for step in (2, 3):
+        model(torch.ones(3, 2))
+        kept.update(model, step=step)
+    assert torch.equal(kept.module.state_dict()["0.seen"], torch.full((2,), 2.0))

@@ -17,6 +17,7 @@ class Average(timm.utils.ModelEmaV3):  # type: ignore[misc]
 
     def apply_update_no_buffers_(self, model: nn.Module, decay: float) -> None:
         self._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), weight=1.0 - decay)
+        adopt_buffers(self.module, model)
         copy_all(list(self.module.buffers()), list(model.buffers()))
 
 
@@ -51,6 +52,7 @@ class DistantAverage:
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         self._take_in()
+        adopt_buffers(self.sent, model)
         for tensor, value in zip(state_of(self.sent), state_of(model), strict=True):
             tensor.copy_(value, non_blocking=True)
         self.under_way = torch.accelerator.current_stream(self.source).record_event(), step
@@ -60,6 +62,18 @@ class DistantAverage:
             (done, step), self.under_way = self.under_way, None
             done.synchronize()
             self.average.update(self.sent, step=step)
+
+
+def adopt_buffers(copied: nn.Module, model: nn.Module) -> None:
+    """Give a copy of a model the buffers that the model has registered since (in its first forward, say)."""
+    if len(list(copied.buffers())) == len(list(model.buffers())):
+        return
+    device = next(copied.parameters()).device
+    for name, module in model.named_modules():
+        other = copied.get_submodule(name)
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in other._buffers or other._buffers[key] is None:
+                other.register_buffer(key, buffer.detach().to(device, copy=True))
 
 
 def state_of(module: nn.Module) -> list[Tensor]:
