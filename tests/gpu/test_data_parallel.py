@@ -77,7 +77,7 @@ def test_evaluation_uses_all_devices_and_sums_as_one(tmp_path: Path, alone, monk
     seen, forward = [], Network.forward
 
     def watched(self, images):
-        if not self.training:
+        if not self.training and len(images) > 2:  # not what is looked at before training
             seen.append((images.device.index, len(images)))
         return forward(self, images)
 
