@@ -70,9 +70,8 @@ def test_a_decay_that_fits_the_run_is_not_spoken_of() -> None:
     assert options("ema", {"name": "none"}).note(1) is None
 
 
-@pytest.mark.parametrize("distant", [False, True])
-def test_a_buffer_that_comes_with_the_first_forward_is_averaged_along(distant: bool) -> None:
-    from isobatch.ema.average import Average, DistantAverage
+def test_a_buffer_that_comes_with_the_first_forward_is_averaged_along() -> None:
+    from isobatch.ema.average import Average
 
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -86,8 +85,7 @@ def test_a_buffer_that_comes_with_the_first_forward_is_averaged_along(distant: b
             return self.body(x)
 
     model = nn.Sequential(Late())
-    average = Average(model, decay=0.5)
-    kept = DistantAverage(average, model, torch.device("cpu")) if distant else average
+    kept = Average(model, decay=0.5, exclude_buffers=True)
     for step in (2, 3):
         model(torch.ones(3, 2))
         kept.update(model, step=step)

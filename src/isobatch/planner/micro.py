@@ -134,7 +134,7 @@ class Search:
         workers = getattr(self.config.data, "num_workers", None)
         data = [t for split in (self.splits.train, self.splits.eval) for t in split.tensors or () if not workers]
         samples, reduction = batch.micro, self.config.reduction
-        if reduction.exact and reduction.resolved_method(batch.num_shards) == "bin64":
+        if "bin64" in reduction.describe(batch.num_shards):
             samples = batch.micro * batch.accumulation_steps
         ahead = samples * sum(t.nbytes for t in trial.one)
         module = torch.get_device_module(self.device)
