@@ -41,7 +41,7 @@ def test_a_micro_batch_typed_alone_is_a_multiple_of_the_shard_or_refused() -> No
         refuse_slip({"batch.micro"}, {"micro": 20, "shard": 8})
     assert refusal.value.key == "batch.micro"
     with pytest.raises(ConfigError, match=r"batch\.micro=4: has no room for a shard of batch\.shard=8"):
-        load(plain("batch.micro=4"))
+        load(plain("batch.micro=4", "batch.shard=8"))
 
 
 def test_what_the_plan_says_of_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_a_run_from_before_shards_were_stated_goes_on_with_its_micro_batch(tmp_p
         del state["plan"]["shard"], state["config"]["batch"]["shard"], state["identity"]["shard"]
 
     rewrite(tmp_path / "run/checkpoints/last", age)
-    unstated = tuple(word for word in RICH if not word.startswith("batch.shard"))  # the default of today: 8
+    unstated = tuple(word for word in RICH if not word.startswith("batch.shard"))  # as the default leaves it
     train(tmp_path / "rest", *unstated, f"resume={tmp_path / 'run'}")
     assert (plan_of(tmp_path / "rest")["shard"], plan_of(tmp_path / "rest")["micro_batch"]) == (4, 4)
     assert same(training(state_of(tmp_path / "rest")), training(state_of(tmp_path / "whole")))
