@@ -276,5 +276,5 @@ def test_case_26_opens_in_todays_torch_without_this_program(tmp_path: Path) -> N
     file = tmp_path / "run/checkpoints/last/state.pt"
     done = subprocess.run([sys.executable, "-c", OPEN, str(file)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "config,counters,ema,identity,model,optimizer,plan,reducer,scaler"
+    assert done.stdout.strip() == "config,counters,ema,format,identity,model,optimizer,plan,reducer,scaler"
     assert train(tmp_path / "rest", *setting, f"resume={tmp_path / 'run'}").weights == whole.weights[1:]
