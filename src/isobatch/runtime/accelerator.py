@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from isobatch.errors import ConfigError
+
 KINDS = ("cpu", "cuda", "mps", "xpu")  # that `device` can ask for; torch calls ROCm's cards cuda
 
 
@@ -21,7 +23,7 @@ def generator(device: torch.device) -> torch.Generator:
     """The generator that modules on `device` draw from. Seeding it never waits for the device.
 
     Raises:
-        NotImplementedError: the device's torch module has none; dropout could then not be told what to draw.
+        ConfigError: the device's torch module has none; dropout could then not be told what to draw.
     """
     if device.type == "cpu":
         return torch.default_generator
@@ -32,7 +34,7 @@ def generator(device: torch.device) -> torch.Generator:
         module.init()  # CUDA and XPU make them when the device is first used
     found = getattr(module, "default_generators", ())
     if not found:
-        raise NotImplementedError(f"torch has no random generators for {device.type}")
+        raise ConfigError("device", device.type, "has no random generators in this torch", "set device=cpu")
     return found[device.index or 0]  # type: ignore[no-any-return]
 
 
