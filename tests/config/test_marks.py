@@ -146,4 +146,4 @@ def test_what_is_contract_and_what_decides_bits_stands_here_once_more() -> None:
     top = {key: mark.resume for key, mark in marked.top_level().items()}
     assert {key for key, kind in top.items() if kind == "contract"} == {"seed", "max_grad_norm"}
     assert {key for key, kind in top.items() if kind == "identity"} == {
-        "deterministic", "threads", "device", "compile", "channels_last"}  # fmt: skip
+        "deterministic", "threads", "device", "compile", "channels_last", "cuda_graph"}  # fmt: skip

@@ -28,6 +28,8 @@ ABOUT: dict[str, Any] = {"config": {"seed": 0}, "plan": {"steps": 8}, "identity"
 class State:
     """The smallest thing that can be saved: one weight, whose value is the step."""
 
+    better = ""  # nothing is averaged
+
     def __init__(self, step: int, value: float | None = None):
         self.step, self.weight = step, torch.full((3,), float(step) if value is None else value)
 

@@ -26,7 +26,7 @@ def test_digits_are_those_that_scikit_learn_loads(monkeypatch: pytest.MonkeyPatc
 
 
 def test_digits_are_read_without_importing_scikit_learn() -> None:
-    code = "import sys; from isobatch.data.memory import Digits; Digits().load(None, 0); assert 'sklearn' not in sys.modules"
+    code = "import sys; from isobatch.data.in_memory import Digits; Digits().load(None, 0); assert 'sklearn' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
 

@@ -103,7 +103,7 @@ def test_a_model_that_cannot_be_traced_and_one_that_is_not_known(tmp_path: Path,
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 600
     assert load_file(tmp_path / "out/export/model.safetensors")["layer.bias"].shape == (10,)
     monkeypatch.delitem(model.TABLE, "choosy")
-    with pytest.raises(ConfigError, match=r"not registered; type imports="):
+    with pytest.raises(ConfigError, match=r"^model\.name=choosy: no such model; .*type imports="):
         train(tmp_path / "again", *SHORT, "task=export", f"resume={tmp_path / 'run'}")
 
 

@@ -38,7 +38,7 @@ def test_what_is_skipped_and_what_is_empty_is_named_in_the_plan(tmp_path: Path, 
     root = tree(pets(tmp_path / "data"), "train/cat/0.gif", "train/cat/1.gif", "train/cat/2.tiff", "val/cat/0.png")
     (root / "train/bee/notes.txt").write_text("x")
     train(tmp_path / "run", *WORDS, f"data.root={root}")
-    assert "data             image_folder: 4 training and 5 evaluation samples of 3 classes" in caplog.text
+    assert "image_folder: 4 training and 5 evaluation samples of 3 classes" in caplog.text
     assert "train: 4 file(s) are no .jpg, .jpeg, .png, .webp, .bmp and were skipped (2 .gif, 1 .tiff, 1 .txt)" in caplog.text
     assert "train: 1 of 3 classes have no image (cat)" in caplog.text and caplog.text.count("note: ") >= 2
 

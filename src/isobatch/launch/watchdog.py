@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from isobatch.run_folder import layout
-
 POLL_S = 0.5
 
 
@@ -25,10 +23,12 @@ POLL_S = 0.5
 def witnessed(run_dir: Path, line: str = "the training process was killed") -> Iterator[None]:
     """If this process dies inside the block, run_dir/summary.json and train.log get `line` a moment later."""
     from isobatch.launch.outcome import BLANK
+    from isobatch.run_folder import layout  # not above: the script that this file is as well has no packages
 
     blank = json.dumps({**BLANK, "state": "failed", "error": line})
     witness = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(run_dir), blank],
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(run_dir / layout.SUMMARY),
+         str(run_dir / layout.LOG), blank],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
@@ -42,9 +42,8 @@ def _modified(path: str) -> int:
     return os.stat(path).st_mtime_ns if os.path.exists(path) else 0
 
 
-def watch(parent: int, run_dir: str, blank: str) -> None:
+def watch(parent: int, summary: str, log_file: str, blank: str) -> None:
     """Wait for "done" or for the end of `parent`; in the second case write what `parent` did not."""
-    summary = os.path.join(run_dir, layout.SUMMARY)
     before = _modified(summary)
     while os.getppid() == parent:
         if select.select([0], [], [], POLL_S)[0] and os.read(0, 16):
@@ -53,9 +52,9 @@ def watch(parent: int, run_dir: str, blank: str) -> None:
     if _modified(summary) == before:
         with open(summary, "w", encoding="utf-8") as file:
             file.write(json.dumps(json.loads(blank), indent=2) + "\n")
-        with open(os.path.join(run_dir, layout.LOG), "a", encoding="utf-8") as log:
+        with open(log_file, "a", encoding="utf-8") as log:
             log.write(f"isobatch: {json.loads(blank)['error']}\n")
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    watch(int(sys.argv[1]), *sys.argv[2:])
