@@ -171,7 +171,10 @@ def with_and_without(folder: Path, plan: Plan, jobs: dict[str, Any]) -> tuple[An
         return asked, unasked, len(calls)
 
 
-@pytest.mark.parametrize("plan", [Plan("one"), Plan("dp2", ("parallel=dp", "parallel.replicas=2"))], ids=lambda p: p.name)
+@pytest.mark.parametrize("plan", [
+    pytest.param(Plan("one"), id="one"),
+    pytest.param(Plan("dp2", ("parallel=dp", "parallel.replicas=2")), id="dp2", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_training_is_the_same_with_and_without_the_question(tmp_path: Path, plan: Plan) -> None:
     asked, unasked, calls = with_and_without(tmp_path, plan, JOBS)
     assert calls == 2 * len(JOBS)
@@ -181,10 +184,10 @@ def test_a_training_is_the_same_with_and_without_the_question(tmp_path: Path, pl
 
 
 @pytest.mark.parametrize("plan", [
-    Plan("ddp7", ("parallel=ddp",), 7),  # the last has no shard
-    Plan("ddp2 looks", ("parallel=ddp", "parallel.find_unused_parameters=true"), 2),
-    Plan("fsdp4", ("parallel=fsdp",), 4),
-], ids=lambda p: p.name)  # fmt: skip
+    pytest.param(Plan("ddp7", ("parallel=ddp",), 7), id="ddp7", marks=pytest.mark.slow),  # the last has no shard
+    pytest.param(Plan("ddp2 looks", ("parallel=ddp", "parallel.find_unused_parameters=true"), 2), id="ddp2 looks"),
+    pytest.param(Plan("fsdp4", ("parallel=fsdp",), 4), id="fsdp4", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_so_are_several_ranks(tmp_path: Path, plan: Plan) -> None:
     names = [n for n in JOBS if n not in ("taught",) and not (plan.name == "fsdp4" and JOBS[n]["reduction"]["name"] == "exact")]
     asked, unasked, _ = with_and_without(tmp_path, plan, {name: JOBS[name] for name in names})

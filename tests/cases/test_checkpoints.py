@@ -65,6 +65,7 @@ def test_case_15_a_checkpoint_without_a_scaler_loads_under_amp_with_a_note(tmp_p
     assert summary(tmp_path / "rest")["steps"] == 2
 
 
+@pytest.mark.slow
 def test_case_18_no_wrapper_leaves_its_prefix_and_every_mode_loads_every_other(tmp_path: Path, monkeypatch) -> None:
     # what is saved is the same for all modes, so each mode loading one file is each mode loading all of them
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

@@ -111,6 +111,7 @@ def processes_below(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_job_in_a_sweep_on_two_ranks(tmp_path: Path) -> None:
     """Case 34: evaluation in mid-epoch, two jobs, two ranks, two workers each for training and evaluation."""
     words = ["-m", "parallel=ddp", "parallel.nproc=2", "data.num_workers=2", "eval_every=2", "steps=5", "epochs=null",

@@ -68,6 +68,7 @@ def test_the_training_loss_is_a_mean_over_samples(tmp_path: Path) -> None:
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_and_saving_may_take_longer_than_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, a model with batch norm, a limit of 6 s; evaluating and saving take 7 s each."""
     slots = Evaluator._slots

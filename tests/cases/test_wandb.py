@@ -46,6 +46,7 @@ def test_27_one_run_for_all_ranks(tmp_path: Path) -> None:
     assert done.stdout.count("plan\n") == 1 and done.stdout.count("wandb sync") == 1
 
 
+@pytest.mark.slow
 def test_28_one_run_per_job_of_a_sweep(tmp_path: Path) -> None:
     environ = {**bare_environ(tmp_path), "WANDB_MODE": "offline"}
     done = command("-m", *TINY, "accumulation=1,0,3", "optimizer.lr=0.1", "steps=2", environ=environ)

@@ -14,6 +14,7 @@ MOMENTS = ("training", "saving", "starting")
 LIMIT_S = 300  # for anything that a busy machine may take long for
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_kill_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
     disturb(tmp_path, ["saving"], steps=40, step_s=0.04)

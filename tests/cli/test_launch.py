@@ -66,6 +66,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_nothing_is_taken_down_with_the_one_that_failed(tmp_path: Path) -> None:
     ended = run([*COMMAND, *TWO_RANKS, "hydra.run.dir=run"], tmp_path, STANDIN="hang1")
     assert ended.code == 1

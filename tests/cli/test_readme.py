@@ -80,8 +80,9 @@ pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on 
 
 # many ranks or many jobs: their parts have small tests of their own, so these run in `make test-all`
 LONG = ("experiment=article", "reduction=exact batch.micro=8", "task=plan", "sweep.tolerance=0", "experiment=strategies",
-        "experiment=digits", "experiment=finetune", "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "sweep.dry_run",
-        "photos", "task=evaluate", "task=export", "task=replay", "resume=runs/first epochs")  # fmt: skip
+        "experiment=equivalence", "parallel=fsdp", "experiment=digits", "experiment=finetune", "torchrun --nproc_per_node=2",
+        "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=export", "task=replay",
+        "resume=runs/first epochs")  # fmt: skip
 
 
 @pytest.mark.timeout(220)

@@ -49,7 +49,7 @@ def test_a_driver_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert "built without CUDA" in (notes.unusable_gpus() or "")
 
 
-@pytest.mark.parametrize("words", ["", "ema=ema"])
+@pytest.mark.parametrize("words", ["", pytest.param("ema=ema", marks=pytest.mark.slow)])
 def test_what_batch_micro_auto_finds_to_fit_fits(tmp_path: Path, words: str) -> None:
     """In a device of any size: with the data that lives on it, the next batch and the average."""
     base: Any = ("data.samples=120", "data.image_size=12", "batch.effective=40", "batch.micro=auto", "steps=2", "eval_every=2")

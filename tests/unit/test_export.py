@@ -29,6 +29,7 @@ def exported(run: Path, folder: Path, *words: str) -> dict[str, Any]:
     return json.loads((folder / "export/export.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_timm_model_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos = tmp_path / "photos"
     for split in ("train", "val"):

@@ -88,8 +88,8 @@ def options(group: str, node: Any) -> Any:
     name = node.get("name") if isinstance(node, Mapping) else None
     if not isinstance(name, str) or name not in table:
         near = difflib.get_close_matches(str(name), table, n=3) or sorted(table)
-        raise ConfigError(f"{group}.name", name, f"no such {group}",
-                          f"choose one of {', '.join(near)}, or type imports=[module] where one of your own is registered")  # fmt: skip
+        way_out = f"choose one of {', '.join(near)}, or type imports=[module] where one of your own is registered"
+        raise ConfigError(f"{group}.name", name, f"no such {group}", way_out)
     return typed(table[name], node, group + ".")
 
 
