@@ -216,8 +216,9 @@ def leave(code: int) -> NoReturn:
 def finish(code: int) -> None:
     """Rank 0, last of all: let the others go with the same exit code."""
     ranks = ranks_from_environment()
-    if ranks.world_size == 1 or not ranks.is_main or (_tried and not store.cache_info().currsize):
-        return  # the last: they did not meet when they should have, so nobody is there to be told
+    met = store.cache_info().currsize > 0
+    if ranks.world_size == 1 or not ranks.is_main or (not met and (_tried or code > 128)):
+        return  # they did not meet when they should have, or a signal came before, which the others have got as well
     with contextlib.suppress(Exception):  # without a store there is nobody to tell
         shared = store()
         shared.set("end", str(code))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from isobatch.batch_plan import counted
 from isobatch.compare.rows import Rows, compare_rows
 from isobatch.compare.runs import as_changes
 from isobatch.errors import ConfigError, JobFailed
@@ -96,7 +97,7 @@ def judge(work: Work, run: Path, first: int, tensors: list[str] | None) -> dict[
         ok, text = False, f"no logged step is common to both in {steps}"
     elif bits:
         also = "" if tensors is None else " and the weights"
-        ok, text = True, f"{steps} reproduce here to the bit: {rows.common} rows{also}"
+        ok, text = True, f"{steps} reproduce here to the bit: {counted(rows.common, 'row')}{also}"
     else:
         ok = bool(why) and largest <= ROUNDING
         where = f"step {rows.first.step}, {rows.first.key}" if rows.first else f"the weights, {(tensors or ['?'])[0]}"
