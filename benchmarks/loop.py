@@ -45,7 +45,7 @@ def isobatch_loop(overrides: list[str], ranks: Ranks, folder: Path) -> tuple[Any
     run.build()
     loop = run.loop
     assert loop is not None
-    loop.evaluate = list  # type: ignore[method-assign]
+    loop.evaluate = lambda both=False: False  # type: ignore[method-assign]
     loop.checkpointer.save = lambda *args, **kwargs: None  # type: ignore[method-assign]
     loop.eval_every = 10**9
 
