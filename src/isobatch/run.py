@@ -191,7 +191,10 @@ class Run:
         plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, at_once=1))  # shards run one after another
         working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks, device)
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
-        state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer)
+        schedule = Schedule(config.scheduler, total, plan.windows_per_epoch)
+        schedule.check(splits.info.num_classes, average is not None)
+        state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
+                           followers={"schedule": schedule})  # fmt: skip
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
         self.resume.restore(state)
         if self.resume.saved is not None:
@@ -228,7 +231,7 @@ class Run:
                 splits.info.num_classes, config.loss.averages, plan.batch.shard,
                 after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes,
             ),
-            schedule=Schedule(config.scheduler, total, plan.windows_per_epoch),
+            schedule=schedule,
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
             stop_requested=lambda: STOP.requested, log_weights=config.log_weights, warmup=config.warmup,

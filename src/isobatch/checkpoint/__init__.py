@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.better import KNOWN
 from isobatch.checkpoint.reading import Saved, load, read
 from isobatch.checkpoint.saving import Checkpointer
 from isobatch.checks import choice, positive
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
     from isobatch.runtime.distributed import Ranks
 
 __all__ = ["MARKS", "TABLE", "Checkpoint", "Checkpointer", "NoCheckpoint", "Saved", "load", "read"]
-
-# What is better is stated, never guessed from a name; these are the evaluation's own metrics.
-KNOWN = {"eval/loss": "min", "eval/accuracy": "max", "eval/accuracy_top5": "max"}
-# the same of the weights as trained, beside an average of them
-KNOWN |= {metric.replace("eval/", "eval/raw_"): direction for metric, direction in KNOWN.items()}
 
 
 @dataclass(frozen=True)

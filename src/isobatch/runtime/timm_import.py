@@ -14,6 +14,7 @@ try:
     import timm
     import timm.loss
     import timm.optim
+    import timm.scheduler
     import timm.utils
 finally:
     if _hide:

@@ -143,7 +143,10 @@ class Loop:
         if not (evaluates or saves or signum):
             return
         self.clock.lap()
-        is_best = bool(evaluates and not signum and self.evaluate(both=True))
+        is_best = False
+        if evaluates and not signum:
+            is_best = self.evaluate(both=True)
+            state.follow(self.last_eval)
         if signum or saves or is_best:
             self.checkpointer.save(state, is_best)
         if signum:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import copy
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from isobatch.precision.scaling import LossScaler
 from isobatch.runtime import dtensor
+
+
+class Follower(Protocol):
+    """Decides by what evaluations say, which every rank has alike."""
+
+    def saw(self, result: dict[str, float], /) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; {} where there is nothing to remember."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
 @dataclass
@@ -26,6 +37,7 @@ class TrainState:
         best: metric -> {"value": float, "step": int}.
         better: which weights the latest evaluation found the better ones, `ema` (or all there are) or `raw`.
         logger_run_id: so that a resumed run goes on in the same logger run.
+        followers: name -> what decides something by evaluations (the schedule, an early stop), and saves what it has seen.
     """
 
     model: nn.Module
@@ -41,6 +53,7 @@ class TrainState:
     best: dict[str, dict[str, float]] = field(default_factory=dict)
     better: str = "ema"
     logger_run_id: str | None = None
+    followers: dict[str, Follower] = field(default_factory=dict)
 
     COUNTERS = ("step", "update", "skipped_steps", "samples", "evaluated", "best", "better", "logger_run_id")
 
@@ -73,8 +86,17 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "ema": None if self.ema is None else self.ema.module.state_dict(),
             "reducer": {} if self.reducer is None else self.reducer.state_dict(),
-            "counters": {name: getattr(self, name) for name in self.COUNTERS},
+            "counters": {name: getattr(self, name) for name in self.COUNTERS} | self._followed(),
         }
+
+    def follow(self, result: dict[str, float]) -> None:
+        """Show an evaluation's result to all that decide by it."""
+        for follower in self.followers.values():
+            follower.saw(result)
+
+    def _followed(self) -> dict[str, Any]:
+        found = {name: seen for name, follower in self.followers.items() if (seen := follower.state_dict())}
+        return {"followers": found} if found else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Strict. A missing scaler state or EMA (saved under another precision or without EMA) starts afresh."""
@@ -91,6 +113,9 @@ class TrainState:
         for name in self.COUNTERS:
             if name in state["counters"] or name != "better":  # newer than some checkpoints
                 setattr(self, name, state["counters"][name])
+        for name, seen in state["counters"].get("followers", {}).items():
+            if name in self.followers:
+                self.followers[name].load_state_dict(seen)
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -1,0 +1,47 @@
+"""Lengths of a run in the unit that a person thinks in: `500` updates, `5ep` epochs, `5%` or `0.05` of the run."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from isobatch.errors import ConfigError
+
+FORM = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*(ep|%)?")
+MOST = 1e12  # updates
+
+
+def amount(key: str, value: Any) -> int | float | str:
+    """`value` of an option as a number (updates; below 1 a fraction of the run), or as text with its unit.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    way_out = f"set {key} to updates (500), epochs (5ep) or a share of the run (5% or 0.05)"
+    if isinstance(value, str) and (found := FORM.fullmatch(value.strip())):
+        number, unit = found.groups()
+        if unit is None:
+            value = int(number) if number.isdigit() else float(number)
+        elif float(number) <= (100 if unit == "%" else MOST):
+            return f"{number}{unit}"
+        else:
+            raise ConfigError(key, value, "is more than the whole run" if unit == "%" else "is too long", way_out)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(key, value, "is no length of a run", way_out)
+    if not 0 <= value <= MOST:  # NaN fails too
+        raise ConfigError(key, value, f"is not between 0 and {MOST:g}", way_out)
+    return value
+
+
+def updates(value: int | float | str, total: int, per_epoch: int = 0) -> int:
+    """`value`, as `amount` gives it, in updates of a run of `total`.
+
+    Args:
+        per_epoch: updates of an epoch (0: nothing is in epochs).
+    """
+    if isinstance(value, str):
+        number, unit = FORM.fullmatch(value).groups()  # type: ignore[union-attr]
+        share = float(number) / 100 * total if unit == "%" else float(number) * per_epoch
+        return round(share)
+    return round(value * total) if value < 1 else math.floor(value)
