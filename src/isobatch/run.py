@@ -13,7 +13,7 @@ import torch
 
 from isobatch import config as configuration
 from isobatch import tasks
-from isobatch.audit import repeat
+from isobatch.audit import determinism, repeat
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import Console, make_console
@@ -235,7 +235,7 @@ class Run:
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
             stop_requested=lambda: STOP.requested, log_weights=config.log_weights, warmup=config.warmup,
-            audit=repeat.wanted(config, ranks, lanes),
+            audit=determinism.heard(repeat.wanted(config, ranks, lanes), ranks, self.files),
         )  # fmt: skip
 
     def seeder(self, module: torch.nn.Module) -> Any:

@@ -92,3 +92,33 @@ def test_logging_leaves_gradients_alone() -> None:
     assert model.bias.grad.tolist() == [1.0] and model.weight.grad.isfinite().all()
     model.weight.grad, model.bias.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([0.0])
     assert state.clip_gradients(1.0).item() == 5 and model.weight.grad.norm().item() == pytest.approx(1, abs=1e-5)
+
+
+ATTENTION = "the backward of attention (Flash) has an order of its own; deterministic=true takes its deterministic kernel"
+POOLING = "adaptive_avg_pool2d_backward_cuda has no deterministic kernel; deterministic=true refuses it"
+
+
+def test_exact_names_what_has_no_deterministic_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    """Twice, since torch warns of some things once a process; the training hears no warning."""
+    forward = Network.forward
+    pooled = torch.nn.AdaptiveAvgPool2d(3)
+    monkeypatch.setattr(Network, "forward", lambda self, images: forward(self, pooled(self.stem[0](images))[:, :1]))
+    for folder in ("one", "two"):
+        with pretend():
+            caplog.clear()
+            run.run_job(job("reduction=exact"), tmp_path / folder, Ranks())
+        said = [line for line in caplog.messages if line.startswith("reduction=exact: ")]
+        assert said == [f"reduction=exact: {POOLING}", f"reduction=exact: {ATTENTION}"]
+        assert json.loads((tmp_path / folder / "plan.json").read_text())["not_deterministic"] == [POOLING, ATTENTION]
+    assert torch.get_deterministic_debug_mode() == 0
+    caplog.clear()
+    with pretend():
+        run.run_job(job(), tmp_path / "fast", Ranks())
+    assert "not_deterministic" not in (tmp_path / "fast" / "plan.json").read_text()
+
+
+def test_deterministic_takes_attentions_own_and_refuses_the_rest(tmp_path: Path) -> None:
+    with pretend():
+        run.run_job(job("reduction=exact", "deterministic=true"), tmp_path, Ranks())
+    assert "not_deterministic" not in (tmp_path / "plan.json").read_text()

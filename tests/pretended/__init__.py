@@ -16,16 +16,19 @@ TorchDispatchMode notes of every storage which device it is on, and checks each 
   pinned memory written over before it was sent are faults
 - every device has a random generator of its own, and a generator of another device raises
 - a label out of range, or `gpu.dead = "..."`, and every use of a device raises from then on
+- of kernels that add in any order torch's warning (or refusal) is heard, where deterministic ones were asked for
 - memory is counted (allocated, peak) and can be limited: beyond it is torch.OutOfMemoryError
 
-What it cannot show: kernels (precision, determinism, missing ones), speed, what the caching allocator wastes, NCCL, CUDA
-graphs, torch.compile, the threads of the CUDA autograd engine, autocast's CUDA lists (the CPU's are used).
+What it cannot show: kernels (precision, the order of their sums, missing ones), speed, what the caching allocator wastes,
+NCCL, CUDA graphs, torch.compile, the threads of the CUDA autograd engine, autocast's CUDA lists (the CPU's are used).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+
+import torch
 
 from pretended import machine, names, replicas, tensors
 from pretended.machine import Machine
@@ -44,6 +47,7 @@ def pretend(devices: int = 1, memory: int | None = None) -> Iterator[Machine]:
         found.__init__(devices, memory)  # type: ignore[misc]  # its generators ask it for their device
         found.watch = Watch(found)
         with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
             for patch in (*names.patches(), *tensors.patches(), *replicas.patches()):
                 stack.enter_context(patch)
             stack.enter_context(found.watch)

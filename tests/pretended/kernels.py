@@ -1,10 +1,41 @@
-"""Operators that torch has for GPUs alone: those of SyncBatchNorm, written with the CPU's."""
+"""Operators that torch has for GPUs alone: those of SyncBatchNorm, written with the CPU's. And what it says of some."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
+
+OF_ATTENTION = ("Flash Attention defaults to a non-deterministic algorithm. To explicitly enable determinism call "
+                "torch.use_deterministic_algorithms(True, warn_only=False).")  # fmt: skip
+# kernels of CUDA (some of them) that add in any order -> under which name torch speaks of them
+ANY_ORDER = {
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "",
+    "_adaptive_avg_pool2d_backward": "adaptive_avg_pool2d_backward_cuda",
+    "upsample_bilinear2d_backward": "upsample_bilinear2d_backward_out_cuda",
+    "grid_sampler_2d_backward": "grid_sampler_2d_backward_cuda", "avg_pool3d_backward": "avg_pool3d_backward_cuda",
+}  # fmt: skip
+
+
+def alert(operator: str) -> None:
+    """What torch says of a kernel that is not deterministic, under use_deterministic_algorithms.
+
+    Raises:
+        RuntimeError: it was not to be used. (Attention has a deterministic kernel, which is then taken.)
+    """
+    mode = torch.get_deterministic_debug_mode()
+    if not mode or (name := ANY_ORDER.get(operator)) is None:
+        return
+    if name == "":
+        if mode == 1:
+            warnings.warn(OF_ATTENTION, UserWarning, stacklevel=2)
+        return
+    problem = f"{name} does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
+    if mode == 2:
+        raise RuntimeError(f"{problem})'.")
+    warnings.warn(f"{problem}, warn_only=True)'.", UserWarning, stacklevel=2)
 
 
 def _over_channels(x: Tensor) -> tuple[list[int], list[int]]:

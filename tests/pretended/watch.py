@@ -91,6 +91,7 @@ class Watch(TorchDispatchMode):
                 self._order(tensor, places[id(tensor)], stream)
         if known.name in READS or (known.name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])):
             m.waits(known.name, device)
+        kernels.alert(known.name)
         try:
             if known.name in COPIES:
                 result = self._copied(func, known, args, kwargs, tensors, stream, target)

@@ -54,7 +54,9 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
     alone = device.type == "cpu" and ranks.world_size == 1 and config.parallel.name == "single"
     if config.reduction.exact and alone and helpers > 1:
         found.append(f"reduction=exact keeps one core busy; parallel=ddp parallel.nproc={helpers} gives the same bits sooner")
-    if device.type == "cuda" and not config.deterministic:
+    if device.type == "cuda" and config.reduction.exact and not config.deterministic:
+        found.append("reduction=exact takes torch's deterministic kernels; what has none is named before the first step")
+    elif device.type == "cuda" and not config.deterministic:
         found.append("some CUDA kernels are not deterministic: deterministic=true asks torch for those that are")
     if device.type != "cuda" and (asked := getattr(config.parallel, "devices", None)):
         found.append(f"parallel.devices={asked} names GPUs and this machine has none: "

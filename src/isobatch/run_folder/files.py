@@ -57,8 +57,13 @@ class RunFiles:
             write_text(self.folder / layout.CONFIG, text)
 
     def plan(self, plan: dict[str, Any]) -> None:
+        self.planned = plan
         if self.is_main:
             write_json(self.folder / layout.PLAN, plan)
+
+    def plan_also(self, facts: dict[str, Any]) -> None:
+        """What is found out between the plan and the first step."""
+        self.plan({**self.planned, **facts})
 
     def resume_metrics(self, step: int) -> None:
         """Drop rows after `step`: a resumed run writes them again."""

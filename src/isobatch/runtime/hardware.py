@@ -23,10 +23,16 @@ def set_up(config: Config, ranks: Ranks, device: torch.device) -> int:
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
-    if config.deterministic:
+    # exact on CUDA takes torch's deterministic kernels too, but goes on where there are none: audit/determinism.py names those
+    mode = 2 if config.deterministic else int(config.reduction.exact and device.type == "cuda")
+    if mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if torch.are_deterministic_algorithms_enabled() != config.deterministic:
+    if (torch.get_deterministic_debug_mode() == 2) != config.deterministic:
         torch.use_deterministic_algorithms(config.deterministic)  # brings torch's compiler along: 3 s of a start
+    if torch.get_deterministic_debug_mode() != mode:
+        torch.set_deterministic_debug_mode(mode)
+    # fresh memory that is filled would hide from the audit what a kernel reads of it, and costs a kernel each
+    torch.utils.deterministic.fill_uninitialized_memory = config.deterministic  # type: ignore[assignment]
     torch.backends.cudnn.benchmark = device.type == "cuda" and not (config.deterministic or config.reduction.exact)
     torch.backends.cudnn.deterministic = config.deterministic or config.reduction.exact
     config.precision.setup()
