@@ -122,3 +122,20 @@ def test_deterministic_takes_attentions_own_and_refuses_the_rest(tmp_path: Path)
     with pretend():
         run.run_job(job("reduction=exact", "deterministic=true"), tmp_path, Ranks())
     assert "not_deterministic" not in (tmp_path / "plan.json").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_norm_of_half_gradients_is_a_wide_number(dtype: torch.dtype) -> None:
+    """Of 100 gradients of 3e4 it is above fp16's largest number; a layer kept in fp32 is among them."""
+    from isobatch.train.state import TrainState
+
+    model = torch.nn.ModuleList([torch.nn.Linear(10, 10, bias=False, dtype=dtype), torch.nn.Linear(1, 1, bias=False)])
+    state = TrainState(model, torch.optim.SGD(model.parameters()), None)  # type: ignore[arg-type]
+    model[0].weight.grad, model[1].weight.grad = torch.full((10, 10), 3e4, dtype=dtype), torch.full((1, 1), 4e5)
+    wanted = (model[0].weight.grad.double().square().sum() + 16e10).sqrt().item()
+    for max_norm, factor in ((None, 1.0), (2 * wanted, 1.0), (wanted / 4, 0.25)):
+        before = [p.grad.clone() for p in model.parameters()]
+        assert state.clip_gradients(max_norm).item() == pytest.approx(wanted, rel=1e-5)
+        for parameter, old in zip(model.parameters(), before, strict=True):
+            assert parameter.grad.dtype == old.dtype
+            assert torch.allclose(parameter.grad.float(), old.float() * factor, rtol=1e-2)

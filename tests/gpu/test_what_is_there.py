@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pretended import pretend
 
 from isobatch import run
 from isobatch.errors import ConfigError
+from isobatch.launch import devices
 from isobatch.planner import notes
 from isobatch.runtime.distributed import Ranks, choose_device, device_name, shown_one_each
 
@@ -47,6 +49,52 @@ def test_a_driver_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert "2 GPU(s)" in (said := notes.unusable_gpus() or "") and "driver on your system is too old" in said
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in (notes.unusable_gpus() or "")
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, root: Path, torch_says: str | None, *files: str, **contents: str) -> int:
+    """What is counted on a machine that has `files`; `torch_says` of a process that is asked (None: must not be)."""
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(contents.get(Path(file).name, ""))
+
+    def asked(words: list[str], **_: Any) -> Any:
+        assert torch_says is not None
+        return subprocess.CompletedProcess(words, 0, torch_says, "")
+
+    monkeypatch.setattr(devices, "ROOT", root)
+    monkeypatch.setattr(devices.subprocess, "run", asked)
+    devices._asked_torch.cache_clear()
+    return devices.count_gpus()
+
+
+@pytest.mark.parametrize(("found", "torch_says", "files"), [
+    (2, None, ["dev/nvidia0", "dev/nvidia1", "dev/nvidiactl"]),
+    (0, None, ["dev/nvidiactl"]),
+    (1, "1", ["dev/nvidia0", "dev/nvidia1", "proc/driver/nvidia/capabilities/gpu1/mig/gi7/access"]),  # MIG: one instance
+    (1, "1", ["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"]),  # WSL2
+    (0, None, ["dev/dxg"]),  # WSL2 without a driver: no process is started for it
+    (2, "no number", ["dev/nvidia0", "dev/nvidia1", "proc/driver/nvidia/capabilities/gpu1/mig/gi7/access"]),
+    (2, None, [f"sys/class/kfd/kfd/topology/nodes/{i}/properties" for i in (1, 2)]),  # ROCm
+])  # fmt: skip
+def test_gpus_are_counted_as_a_new_process_would_see_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: int,
+                                                          torch_says: str | None, files: list[str]) -> None:  # fmt: skip
+    for name in (devices.VARIABLE, *devices.AMD):
+        monkeypatch.delenv(name, raising=False)
+    assert gpus(monkeypatch, tmp_path, torch_says, *files, properties="cpu_cores_count 0\nsimd_count 304\n") == found
+
+
+@pytest.mark.parametrize(("shown", "torch_says", "found"), [
+    ({"HIP_VISIBLE_DEVICES": "0,2"}, None, 2), ({"CUDA_VISIBLE_DEVICES": ""}, None, 0),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, None, 2), ({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, "1", 1),
+])  # fmt: skip
+def test_what_is_hidden_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: dict[str, str],
+                                       torch_says: str | None, found: int) -> None:  # fmt: skip
+    for name in (devices.VARIABLE, *devices.AMD):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in shown.items():
+        monkeypatch.setenv(name, value)
+    cpu = "sys/class/kfd/kfd/topology/nodes/0/properties"
+    assert gpus(monkeypatch, tmp_path, torch_says, "dev/nvidia7", cpu, properties="simd_count 0\n") == found
 
 
 @pytest.mark.parametrize("words", ["", pytest.param("ema=ema", marks=pytest.mark.slow)])

@@ -77,7 +77,7 @@ def unusable_gpus() -> str | None:
         return None
     why = "torch finds none of them"
     if torch.version.cuda is None and torch.version.hip is None:
-        why = "this torch is built without CUDA: install one that is"
+        why = "this torch is built without CUDA or ROCm: install one that has it"
     else:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
