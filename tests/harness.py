@@ -71,14 +71,15 @@ def train(folder: Path, *overrides: str, ranks: Ranks | None = None, observe: Ca
     record, original = Record(), loop.train_step
 
     def recording(state: Any, parts: Any, window: Any, want_norm: bool = False) -> Any:
-        micro_batches = list(window.micro_batches)
-        window.micro_batches = micro_batches
+        if iter(window.micro_batches) is window.micro_batches:
+            window.micro_batches = list(window.micro_batches)
         applied, norm = original(state, parts, window, want_norm)
         record.weights.append(torch.cat([whole(p).detach().reshape(-1).double() for p in state.parameters]).tolist())
         record.lrs.append(state.optimizer.param_groups[0]["lr"])
         record.norms.append(None if norm is None else float(norm))
         # a loss with a teacher or with views has more than labels among its targets; the labels come first
-        labels = [m.targets if isinstance(m.targets, torch.Tensor) else m.targets[0] for m in micro_batches]
+        labels = [m.targets if isinstance(m.targets, torch.Tensor) else m.targets[0]
+                  for m in window.micro_batches]  # fmt: skip
         record.ids.append([int(t) for part in labels for t in part.reshape(len(part), -1)[:, 0]])
         if observe is not None:
             observe(state, parts, window)

@@ -139,3 +139,57 @@ def test_the_norm_of_half_gradients_is_a_wide_number(dtype: torch.dtype) -> None
         for parameter, old in zip(model.parameters(), before, strict=True):
             assert parameter.grad.dtype == old.dtype
             assert torch.allclose(parameter.grad.float(), old.float() * factor, rtol=1e-2)
+
+
+@pytest.mark.parametrize("words", ["augment=simple data.num_workers=0", ""])
+def test_bin64_holds_one_micro_batch_on_the_device(tmp_path: Path, words: str) -> None:
+    """Its windows may be run again (the first one always is): what they need then stays in main memory."""
+    base = "reduction=exact", "reduction.method=bin64", "data.image_size=24", "data.samples=70", "data.eval_samples=7"
+    peaks, images = [], 7 * 24 * 24 * 4  # bytes of a micro batch
+    for effective in (14, 70):
+        with pretend() as machine:
+            made = job(*base, *words.split(), f"batch.effective={effective}", "steps=1", "eval_every=1", "log_every=9")
+            run.run_job(made, tmp_path / f"{effective}", Ranks())
+        peaks.append(machine.peak[0])
+    assert abs(peaks[1] - peaks[0]) < images, [peak / images for peak in peaks]
+
+
+def test_what_is_mixed_again_is_mixed_from_what_was_read(tmp_path: Path) -> None:
+    """Mixing works in place: a second run of a window begins with the samples, not with mixtures of them."""
+    words = "augment=mixup", "reduction=exact", "reduction.method=bin64", "data.num_workers=0", "steps=1", "eval_every=1"
+    seen = []
+
+    def look(state: Any, parts: Any, data: Any) -> None:
+        seen.append([[m.inputs.cpu() for m in data.micro_batches] for _ in range(2)])
+
+    train(tmp_path / "cpu", made=job(*words), observe=look)
+    with pretend():
+        train(tmp_path / "gpu", made=job(*words), observe=look)
+    first, *others = (images for window in seen for images in window)
+    assert len(others) == 3 and all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_a_checkpoint_is_copied_beside_the_training(tmp_path: Path) -> None:
+    """Into one piece of page-locked memory of the right size, for all saves of a run; nobody reads it too early."""
+    pieces: list[dict[int, int]] = []
+    with pretend() as machine:
+        train(tmp_path / "gpu", made=job(*SAVING, "steps=6", "optimizer=adamw", "optimizer.lr=0.002", "checkpoint.keep=9"),
+              observe=lambda *_: pieces.append(dict(machine.registered)))  # fmt: skip
+    assert not machine.faults and machine.waits_in("checkpoint/") == 0, dict(machine.syncs)
+    (piece,) = {tuple(p.items()) for p in pieces if p}
+    assert [len(p) for p in pieces[:3]] == [0, 0, 1] and len(piece) == 1
+    read = [load(tmp_path / f"gpu/checkpoints/step-{n}") for n in (2, 4, 6)]
+    sizes = [t.numel() * t.element_size() for t in leaves(read[0])]
+    assert sum(sizes) <= piece[0][1] < sum(sizes) + 64 * len(sizes)
+    train(tmp_path / "cpu", made=job(*SAVING, "steps=6", "optimizer=adamw", "optimizer.lr=0.002", "checkpoint.keep=9"))
+    for found, n in zip(read, (2, 4, 6), strict=True):
+        expected = load(tmp_path / f"cpu/checkpoints/step-{n}")
+        assert all(torch.equal(a, b) for a, b in zip(leaves(found), leaves(expected), strict=True))
+
+
+def load(folder: Path) -> Any:
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

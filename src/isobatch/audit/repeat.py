@@ -60,11 +60,8 @@ class Repeat:
         data = next(windows, None)
         if data is None:
             return windows
-        if isinstance(data.micro_batches, list):
-            first = data.micro_batches[0] if data.micro_batches else None
-        else:
-            rest = iter(data.micro_batches)
-            first = next(rest, None)
+        first = next(rest := iter(data.micro_batches), None)
+        if rest is data.micro_batches:  # an iterator: it is gone through once
             data.micro_batches = chain(() if first is None else (first,), rest)
         self._ask(state, parts, data, first)
         return chain((data,), windows)

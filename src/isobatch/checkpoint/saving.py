@@ -63,7 +63,7 @@ class Checkpointer:
         self.saved_step: int | None = None
         self.saved_at = time.monotonic()
         self.existed = False
-        self.memory: dict[str, Any] = {}  # of the latest snapshot
+        self.latest: Any = None  # snapshot, whose memory the next one uses again
 
     def due(self, step: int) -> bool:
         """Whether `step` is one of every `checkpoint.every`."""
@@ -93,8 +93,8 @@ class Checkpointer:
             return
         from isobatch.checkpoint.snapshot import Snapshot
 
-        snapshot = Snapshot({**tree, **self.about, "format": layout.FORMAT}, self.memory)
-        self.memory = snapshot.memory
+        snapshot = Snapshot({**tree, **self.about, "format": layout.FORMAT}, self.latest)
+        self.latest = snapshot
         names = ["last", "best"] if is_best else ["last"]
         # a daemon: the second Ctrl-C must not wait for a disk
         raw = is_best and state.better == "raw"  # what is best is what the file of weights holds

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -41,16 +42,23 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class WindowData:
-    """One window as this process sees it; `micro_batches` can be gone through once (a list: as often as wanted)."""
+    """One window as this process sees it; `micro_batches` can be gone through once (an iterator) or as often as wanted."""
 
     window: Window
     micro_batches: Any
 
 
-class Source(Protocol):
-    """Turns requests into (inputs, targets) on the device, in order."""
+Again = Callable[[], tuple[Tensor, Tensor]]
 
-    def batches(self, requests: Iterator[Request]) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+class Source(Protocol):
+    """Turns requests into (inputs, targets) on the device, in order.
+
+    `keep` is given, for each batch before it is yielded, what makes it once more.
+    """
+
+    def batches(self, requests: Iterator[Request], keep: Callable[[Again], Any] | None = None) -> Iterator[
+        tuple[Tensor, Tensor]]: ...  # fmt: skip
 
     def close(self) -> None: ...
 
@@ -64,14 +72,19 @@ class TensorSource:
         self.device, self.size = device, len(self.targets)
         self.normalized = to_device.normalized if to_device.changes(self.inputs) else None
 
-    def batches(self, requests: Iterator[Request]) -> Iterator[tuple[Tensor, Tensor]]:
-        on_cpu, normalized = self.device.type == "cpu", self.normalized
+    def batches(self, requests: Iterator[Request], keep: Callable[[Again], Any] | None = None) -> Iterator[
+            tuple[Tensor, Tensor]]:  # fmt: skip
         for request in requests:
-            index = request.indices if request.highest < self.size else request.indices % self.size
-            if not on_cpu:
-                index = index.to(self.device, non_blocking=True)
-            inputs = self.inputs.index_select(0, index)
-            yield inputs if normalized is None else normalized(inputs), self.targets.index_select(0, index)
+            if keep is not None:
+                keep(partial(self.batch, request))
+            yield self.batch(request)
+
+    def batch(self, request: Request) -> tuple[Tensor, Tensor]:
+        index = request.indices if request.highest < self.size else request.indices % self.size
+        if self.device.type != "cpu":
+            index = index.to(self.device, non_blocking=True)
+        inputs = self.inputs.index_select(0, index)
+        return inputs if self.normalized is None else self.normalized(inputs), self.targets.index_select(0, index)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -112,7 +125,7 @@ class Feed:
         size: of the dataset; a virtual index is sample + size * occurrence.
         averages: the loss is a mean over samples (its weight is n_shard / n_window), else a sum (1 / num_shards).
         prepare: last touch on the device for a micro batch (mixup): (inputs, targets, step, shards, sizes) -> both.
-        keep: hold a window's batches until it is done, so that a step can be replayed.
+        keep: a window can be gone through more than once (its batches stay in main memory, as they were read).
     """
 
     def __init__(
@@ -165,19 +178,47 @@ class Feed:
 
     def windows(self, start: int, stop: int) -> Iterator[WindowData]:
         """Windows of steps start .. stop-1. Nothing before `start` is read: a resume costs no data."""
-        batches = self.source.batches(self.requests(start, stop))
+        kept: deque[Again] = deque()
+        batches = self.source.batches(self.requests(start, stop), kept.append if self.keep else None)
         for step in range(start, stop):
             window = self.plan.window(step)
-            micro_batches = self._micro_batches(window, batches)
-            yield WindowData(window, list(micro_batches) if self.keep else micro_batches)
+            yield WindowData(window, Kept(self, window, batches, kept) if self.keep else self._micro_batches(window, batches))
 
     def _micro_batches(self, window: Window, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[MicroBatch]:
         steps = self.filled(window)
-        for k, shards in enumerate(steps):
-            inputs, targets = next(batches)
-            sizes = tuple(len(window.shard(v)) for v in shards)
-            if self.prepare is not None:
-                inputs, targets = self.prepare(inputs, targets, window.step, shards, sizes)
-            # a sum over all samples of the micro step is the sum of its shards' sums already
-            weight = sum(sizes) / window.size if self.averages else 1 / window.num_shards
-            yield MicroBatch(shards, sizes, inputs, targets, weight, k == 0, k == len(steps) - 1)
+        for k in range(len(steps)):
+            yield self.micro_batch(window, steps, k, *next(batches))
+
+    def micro_batch(self, window: Window, steps: list[tuple[int, ...]], k: int, inputs: Tensor, targets: Tensor) -> MicroBatch:
+        """The k-th of this process's micro steps in `window`."""
+        shards = steps[k]
+        sizes = tuple(len(window.shard(v)) for v in shards)
+        if self.prepare is not None:
+            inputs, targets = self.prepare(inputs, targets, window.step, shards, sizes)
+        # a sum over all samples of the micro step is the sum of its shards' sums already
+        weight = sum(sizes) / window.size if self.averages else 1 / window.num_shards
+        return MicroBatch(shards, sizes, inputs, targets, weight, k == 0, k == len(steps) - 1)
+
+
+class Kept:
+    """The micro batches of a window that may be run again: on the device is the one that is worked on, as ever.
+
+    Main memory holds what was read (images as uint8, a quarter of what they become); of a split that lives on the device,
+    which samples it was.
+    """
+
+    def __init__(self, feed: Feed, window: Window, batches: Iterator[tuple[Tensor, Tensor]], kept: deque[Again]):
+        self.feed, self.window, self.batches, self.kept = feed, window, batches, kept
+        self.again: list[Again] = []
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        steps = self.feed.filled(self.window)
+        for k in range(len(steps)):
+            if k < len(self.again):
+                inputs, targets = self.again[k]()
+            else:
+                inputs, targets = next(self.batches)
+                self.again.append(self.kept.popleft())
+            if inputs.device.type == "cpu" and self.feed.prepare is not None:
+                inputs = inputs.clone()  # what was read itself, which mixing would change
+            yield self.feed.micro_batch(self.window, steps, k, inputs, targets)

@@ -9,8 +9,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,13 +77,20 @@ class WorkerSource:
                 )  # fmt: skip
         _LIVE.add(self)
 
-    def batches(self, requests: Iterator[Request]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(inputs, targets) on the device for each request, in order.
+    def batches(self, requests: Iterator[Request], keep: Callable[[Callable[[], tuple[Tensor, Tensor]]], Any] | None = None
+                ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        """(inputs, targets) on the device for each request, in order. `keep`: see Source (feed.py).
 
         Raises:
             JobFailed: a sample could not be read, or a worker died.
         """
-        return self.to_device.stream(self._checked(self._read(requests)))
+        read = self._checked(self._read(requests))
+        return self.to_device.stream(read if keep is None else self._kept(read, keep))
+
+    def _kept(self, batches: Iterator[HostBatch], keep: Callable[..., Any]) -> Iterator[HostBatch]:
+        for batch in batches:
+            keep(partial(self.to_device, batch))
+            yield batch
 
     def _read(self, requests: Iterator[Request]) -> Iterator[HostBatch | Failure]:
         if self.loader is None:
