@@ -77,7 +77,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
         if error is cause:
             raise
         raise error from None
-    run.finish("completed", None)
+    run.finish(run.ending, None)
     return objective(run)
 
 
@@ -194,7 +194,8 @@ class Run:
         schedule = Schedule(config.scheduler, total, plan.windows_per_epoch)
         schedule.check(splits.info.num_classes, average is not None)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
-                           followers={"schedule": schedule})  # fmt: skip
+                           followers={"schedule": schedule, "stop": (stopping := config.stop.build())})  # fmt: skip
+        stopping.check(splits.info.num_classes, average is not None)
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
         self.resume.restore(state)
         if self.resume.saved is not None:
@@ -231,7 +232,7 @@ class Run:
                 splits.info.num_classes, config.loss.averages, plan.batch.shard,
                 after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes,
             ),
-            schedule=schedule,
+            schedule=schedule, stopping=stopping, ending=self.resume.ended(stopping.ending),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
             stop_requested=lambda: STOP.requested, log_weights=config.log_weights, warmup=config.warmup,
@@ -266,6 +267,11 @@ class Run:
         if wanted := self.ranks.agree(self.logger.wants_predictions):  # by the main rank's, with all in one forward
             self.loop.show_predictions(self.data_info, wanted)
 
+    @property
+    def ending(self) -> str:
+        """The state of a run that nothing has gone wrong with."""
+        return self.loop.ending.word if self.loop is not None and self.loop.ending is not None else "completed"
+
     def finish(self, ending: str, error: BaseException | None) -> None:
         """The end of the data workers, summary.json, the result on the terminal, and the end of the logger's run."""
         for source in self.sources:
@@ -276,7 +282,7 @@ class Run:
         if not self.stands(error):
             self.files.summary(summary)
         self.files.close()
-        self.logger.finish(summary, 0 if ending == "completed" else getattr(error, "exit_code", 1))
+        self.logger.finish(summary, 0 if error is None else getattr(error, "exit_code", 1))
         self.console.result(summary, str(self.run_dir), self.logger.how_to_look)
 
     def stands(self, error: BaseException | None) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from isobatch.reduction.protocol import Reduction
     from isobatch.sampler import Sampler
     from isobatch.scheduler import Factors
+    from isobatch.stop import StopOptions
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class Config(Settings):
     optimizer: OptimizerOptions
     scheduler: Factors
     ema: EmaOptions
+    stop: StopOptions
     checkpoint: NoCheckpoint
     logger: LoggerOptions
     plain: dict[str, Any] = field(default_factory=dict)

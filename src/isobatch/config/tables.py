@@ -19,6 +19,7 @@ from isobatch import (
     reduction,
     sampler,
     scheduler,
+    stop,
 )
 from isobatch.marks import Marks
 
@@ -35,6 +36,7 @@ _MODULES = {
     "optimizer": optimizer,
     "scheduler": scheduler,
     "ema": ema,
+    "stop": stop,
     "checkpoint": checkpoint,
     "logger": logger,
 }

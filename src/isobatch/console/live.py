@@ -19,6 +19,7 @@ from rich.text import Text
 from isobatch.console import Console
 from isobatch.console.plain import evaluation_line, look_lines, plan_lines, result_lines, shows_result, table_lines
 from isobatch.console.text import Pace, compared, facts, metrics_of, name_of, progress, relative, to_log
+from isobatch.run_folder import layout
 
 REFRESH_PER_S = 4  # each takes the training about a millisecond of Python, so no more than a person can follow
 WIDEST = 100
@@ -93,7 +94,7 @@ class LiveConsole(Console):
         self._stop()
         if not shows_result(summary):
             return
-        done = summary["state"] == "completed"
+        done = summary["state"] in layout.DONE
         metrics = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for title, justify in (("", "left"), ("final", "right"), ("best", "right")):
             metrics.add_column(title, justify=justify)  # type: ignore[arg-type]

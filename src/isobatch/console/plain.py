@@ -18,6 +18,7 @@ from isobatch.console.text import (
     relative,
     to_log,
 )
+from isobatch.run_folder import layout
 
 QUIET_S = 5.0  # between two lines of progress: a log file of a long run is still read by people
 
@@ -65,7 +66,7 @@ class PlainConsole(Console):
 
 def shows_result(summary: Mapping[str, Any]) -> bool:
     """A run that failed or was refused has its one line from the launcher, and a plan alone has no result."""
-    return summary.get("state") in ("completed", "stopped") and bool(summary.get("steps") or summary.get("final"))
+    return summary.get("state") in (*layout.ENDED, "stopped") and bool(summary.get("steps") or summary.get("final"))
 
 
 def plan_lines(view: Mapping[str, str], notes: Sequence[str]) -> list[str]:
@@ -86,7 +87,8 @@ def evaluation_line(row: Mapping[str, Any], improved: Sequence[str] = ()) -> str
 
 def result_lines(summary: Mapping[str, Any], run_dir: str, how_to_look: Sequence[str]) -> list[str]:
     metrics = [(key, final + (f", best {best}" if best else "")) for key, final, best in compared(summary)]
-    return [summary["state"], *columns([*metrics, *facts(summary, run_dir)]), *look_lines(how_to_look)]
+    ending = ": ".join(filter(None, (summary["state"], summary.get("reason"))))
+    return [ending, *columns([*metrics, *facts(summary, run_dir)]), *look_lines(how_to_look)]
 
 
 def look_lines(how_to_look: Sequence[str]) -> list[str]:

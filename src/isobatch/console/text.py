@@ -102,7 +102,7 @@ def facts(summary: Mapping[str, Any], run_dir: str) -> list[tuple[str, str]]:
     if summary.get("weights_sha256"):
         pairs.append(("weights", f"sha256 {summary['weights_sha256'][:16]}"))
     pairs.append(("run folder", relative(run_dir)))
-    if summary.get("state") == "stopped":
+    if summary.get("state") in ("stopped", "out_of_time"):
         sweep = job_facts.read(Path(run_dir)).sweep  # resume= would hand this job's checkpoint to every job
         again = f"hydra.sweep.dir={sweep}" if sweep else f"resume={run_dir}"
         pairs.append(("go on with", f"the same command and {relative(again)}"))

@@ -149,7 +149,7 @@ class Folder:
     def _settle_summary(self, outcome: Outcome) -> None:
         written = self._stamp() != self._before
         if not written:
-            if outcome.kind != "refused" or self._read().get("state") != "completed":
+            if outcome.kind != "refused" or self._read().get("state") not in layout.DONE:
                 self._write({**BLANK, "state": "stopped" if outcome.kind == "stopped" else "failed",
                              "error": outcome.line})  # fmt: skip
             return

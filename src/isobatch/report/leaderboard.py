@@ -11,13 +11,14 @@ from isobatch.report.curves import colour
 from isobatch.report.scan import number
 from isobatch.report.table import JOB, SAME, Column, Comparison
 from isobatch.report.words import show
+from isobatch.run_folder.layout import DONE
 
 _BARS = {"samples/s", "peak MB"}  # columns whose cells carry a bar as wide as the value
 
 
 def badge(state: str) -> str:
     """A job's state as a coloured label."""
-    kind = {"completed": "good", "failed": "bad", "died": "bad", "refused": "bad"}.get(state, "warn")
+    kind = {**dict.fromkeys(DONE, "good"), "failed": "bad", "died": "bad", "refused": "bad"}.get(state, "warn")
     return f'<span class="badge {kind}">{escape(state)}</span>'
 
 

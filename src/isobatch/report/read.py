@@ -56,7 +56,7 @@ class Run:
 
     @property
     def completed(self) -> bool:
-        return self.state == "completed"
+        return self.state in layout.ENDED
 
     @property
     def ending(self) -> str:

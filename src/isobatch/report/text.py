@@ -13,6 +13,7 @@ from isobatch.report.names import short
 from isobatch.report.read import one_line
 from isobatch.report.table import Column, Comparison
 from isobatch.report.words import show
+from isobatch.run_folder.layout import ENDED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,7 +96,7 @@ def _title(comparison: Comparison) -> str:
 
 def _style(value: Cell, column: Column, comparison: Comparison) -> str:
     if column.key == "state":
-        return "green" if value == "completed" else "red"
+        return "green" if value in ENDED else "red"
     if isinstance(value, float) and not math.isfinite(value):
         return "red"
     return "bold green" if comparison.is_best(column.key, value) else ""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from isobatch.config import Config
     from isobatch.model import Model
     from isobatch.runtime.distributed import Ranks
+    from isobatch.stop import Ending
     from isobatch.train.state import TrainState
 
 log = logging.getLogger("isobatch")
@@ -211,6 +212,14 @@ class Resume:
             raise self._unfit(" ".join(str(error).split())[:200]) from None
         for note in self.notes[told:]:
             log.info("resume: %s", note)
+
+    def ended(self, ending: Ending | None) -> Ending | None:
+        """`ending`, by which a rule of `stop` has ended the run that is resumed, if it still holds."""
+        if ending is not None and self.task.trains and self.saved is not None and not self.finished:
+            self.finished = True
+            log.info("resume: nothing to do, %s; loosen the rule or set stop=none to go on", ending.reason)
+            return ending
+        return None
 
     def choose_weights(self, state: TrainState) -> None:
         """Bring `checkpoint.weights` about, for an evaluation: without its average a state is evaluated as trained.

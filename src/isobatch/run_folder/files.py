@@ -109,14 +109,14 @@ class RunFiles:
             write_json(self.folder / layout.SUMMARY, summary)
         except OSError as error:
             problem = f"{self.folder / layout.SUMMARY} cannot be written ({error.strerror})"
-            if summary.get("state") == "completed":
+            if summary.get("state") in layout.ENDED:
                 raise JobFailed(problem) from None
             log.warning(problem)
 
     def completed(self) -> bool:
         """Whether the folder holds the summary of a run that came to its end."""
         try:
-            return bool(reading.read_mapping(self.folder, layout.SUMMARY).get("state") == "completed")
+            return bool(reading.read_mapping(self.folder, layout.SUMMARY).get("state") in layout.DONE)
         except reading.Unreadable:
             return False
 

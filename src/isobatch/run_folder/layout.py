@@ -14,5 +14,9 @@ LOG = "train.log"
 CHECKPOINTS = "checkpoints"
 MULTIRUN = "multirun.yaml"
 
+# The states of a run that has come to an end of its own; the last may go on. Others: stopped (a signal), failed.
+DONE = ("completed", "early_stopped", "threshold_reached")
+ENDED = (*DONE, "out_of_time")
+
 # Of what a run writes: a reader that knows less says so instead of guessing. Runs from before there was a number have none.
 FORMAT = 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from isobatch.run_folder import layout
 from isobatch.runtime import accelerator
 from isobatch.runtime.dtensor import is_sharded
 from isobatch.train.state import weights_sha256
@@ -28,10 +29,10 @@ class Run(Protocol):
 
 
 def summarize(run: Run, ending: str, error: BaseException | None) -> dict[str, Any]:
-    """The summary of a run that ended as `ending` (completed, stopped or failed). When completed, a collective."""
+    """The summary of a run that ended as `ending` (layout.ENDED, stopped or failed). When ENDED, a collective."""
     mine = this_rank(run)
     # a rank that failed cannot count on the others: only a run that ended together collects from all
-    ranks = run.ranks.gather_objects(mine) if ending == "completed" else [mine]
+    ranks = run.ranks.gather_objects(mine) if ending in layout.ENDED else [mine]
     summary: dict[str, Any] = {
         "state": ending, "steps": 0, "updates": 0, "skipped_steps": 0, "samples": 0, "plan": run.plan or None,
         "final": {}, "best": {}, "weights_sha256": None,
@@ -49,6 +50,8 @@ def summarize(run: Run, ending: str, error: BaseException | None) -> dict[str, A
             "weights_sha256": digest(run, ending),
             "perf": {"samples_per_s": loop.samples_per_s()},
         }  # fmt: skip
+        if loop.ending is not None:
+            summary["reason"] = loop.ending.reason
         summary["time"]["train_s"] = loop.clock.train_s
         if loop.clock.first_step is not None:
             summary["time"]["first_step_s"] = loop.clock.first_step - run.started

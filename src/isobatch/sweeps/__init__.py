@@ -36,7 +36,7 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
         key = changed[0]
         raise ConfigError(key, now.get(key), f"{run_dir} holds a job with {key}={then.get(key)}",
                           "use another hydra.sweep.dir, or remove that folder")  # fmt: skip
-    if summary.get("state") == "completed":
+    if summary.get("state") in layout.DONE:
         final = summary.get("final")
         value = final.get("eval/accuracy", final.get("eval/loss")) if isinstance(final, dict) else None
         return "skip", float(value) if isinstance(value, int | float) else None

@@ -23,6 +23,7 @@ from isobatch.run_folder.files import RunFiles
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.dtensor import whole
+from isobatch.stop import TIME_UP, Ending, Stopping
 from isobatch.train.nonfinite import LossWatch
 from isobatch.train.state import TrainState
 from isobatch.train.step import Parts, train_step
@@ -59,6 +60,7 @@ class Loop:
     feed: Feed
     evaluator: Evaluator
     schedule: Callable[[int], float]
+    stopping: Stopping
     checkpointer: Checkpointer
     logger: Logger
     console: Console
@@ -71,6 +73,7 @@ class Loop:
     log_weights: int = 0
     warmup: int = 0
     audit: Callable[[TrainState, Parts, Iterator[WindowData]], Iterator[WindowData]] | None = None
+    ending: Ending | None = None  # how a rule has ended the run before its length was up
     clock: Clock = field(default_factory=Clock)
     trained_samples: int = 0
     watch: LossWatch = field(default_factory=LossWatch)
@@ -82,17 +85,19 @@ class Loop:
         return self.trained_samples / self.clock.train_s if self.clock.train_s else None
 
     def train(self) -> None:
-        """Train until `total_steps`.
+        """Train until `total_steps`, or until a rule ends it (see `ending`).
 
         Raises:
             Stopped: on a signal, after a complete checkpoint. JobFailed: the loss is not finite.
         """
         state = self.state
-        poll = StopPoll(self.ranks, lambda: self.stop_requested() or self.checkpointer.request())
+        poll = StopPoll(self.ranks, self._requested)
         self.console.begin(state.step)
         self.clock.restart()
         if 0 < state.step != state.evaluated and self._evaluates(state.step):
             self._between_steps(0)  # a stop came between this step and its evaluation
+        if self.ending is not None:
+            return
         windows = self.feed.windows(state.step, self.total_steps)
         if self.audit is not None:
             windows = self.audit(state, self.parts, windows)
@@ -127,6 +132,11 @@ class Loop:
             if self.clock.first_step is None:
                 self.clock.first_step = time.time()
             self._between_steps(poll.due(state.step))
+            if self.ending is not None:
+                break
+
+    def _requested(self) -> int:
+        return self.stop_requested() or self.stopping.request() or self.checkpointer.request()
 
     def _evaluates(self, step: int) -> bool:
         return step == self.total_steps or step % self.eval_every == 0
@@ -136,7 +146,8 @@ class Loop:
         state = self.state
         last = state.step == self.total_steps
         evaluates = self._evaluates(state.step)
-        if signum == SAVE_NOW:
+        time_is_up = signum == TIME_UP
+        if signum in (SAVE_NOW, TIME_UP):
             saves, signum = True, 0
         else:
             saves = last or self.checkpointer.due(state.step)
@@ -147,7 +158,9 @@ class Loop:
         if evaluates and not signum:
             is_best = self.evaluate(both=True)
             state.follow(self.last_eval)
-        if signum or saves or is_best:
+        if not last and not signum:
+            self.ending = self.stopping.out_of_time() if time_is_up else self.stopping.ending
+        if signum or saves or is_best or self.ending:
             self.checkpointer.save(state, is_best)
         if signum:
             self.checkpointer.wait()
