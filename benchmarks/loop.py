@@ -67,7 +67,7 @@ def raw_loop(loop: Any, ranks: Ranks) -> Callable[[int], None]:
     if ranks.world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
     inputs, targets = loop.feed.source.inputs, loop.feed.source.targets
-    plan, mine = loop.feed.plan, [v for (v,) in loop.feed.micro_steps]
+    plan, mine = loop.feed.plan, [v for ((v,),) in loop.feed.micro_steps]
     criterion = torch.nn.CrossEntropyLoss()
     position = 0
     order = torch.randperm(plan.epoch_size)

@@ -28,6 +28,7 @@ from isobatch.model import freezing
 from isobatch.planner import cost, micro
 from isobatch.planner import notes as plan_notes
 from isobatch.planner.preview import Preview, preview, world
+from isobatch.planner.sharing import Sharing, decide
 from isobatch.planner.trial import in_words
 from isobatch.resume import saved_model
 from isobatch.resume.signature import Signature
@@ -41,6 +42,8 @@ from isobatch.runtime.distributed import Ranks, choose_device
 from isobatch.runtime.dtensor import is_sharded
 from isobatch.runtime.randomness import ShardSeeder, seed_everything
 from isobatch.scheduler import Schedule
+from isobatch.shards.criteria import EachShard, handed_on
+from isobatch.shards.side_by_side import SideBySide
 from isobatch.tasks import Work
 from isobatch.train import batch_norm, graph
 from isobatch.train.loop import Loop
@@ -123,7 +126,7 @@ class Run:
         order_size = config.sampler.order_size(len(splits.train))
         plan = BatchPlan(batch, order_size, config.sampler.tail)
         batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
-        if self.task.trains or self.task.built == "plan":
+        if looks_ahead := self.task.trains or self.task.built == "plan":
             graph.check(config, batch.accumulation_steps, device)
         total = config.steps or config.epochs * plan.windows_per_epoch  # type: ignore[operator]
         self.plan = {**plan.as_dict(), "world_size": self.world.world_size}
@@ -143,7 +146,8 @@ class Run:
         together = batch_norm.decided_by(model, config.model.batch_norm)
         resumed = self.resume.check(facts, identity, config.reduction.exact, together, plan.windows_per_epoch)
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
-        notes = [*splits.info.notes, *resumed, *chosen.words]
+        sharing = decide(config, model, splits, plan, self.world, device) if looks_ahead else Sharing(1)
+        notes = [*splits.info.notes, *resumed, *chosen.words, *([sharing.note] if sharing.note else [])]
         if self.task.trains and (note := config.ema.note(total)):
             notes.append(note)
         notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
@@ -153,7 +157,7 @@ class Run:
             self.console.table(cost.HEAD, ahead.table)
         if self.task.built == "plan":
             return
-        self.assemble(model, splits, plan, total)
+        self.assemble(model, splits, plan, total, sharing)
 
     def choose_batch(self, model: torch.nn.Module, splits: Splits) -> micro.Choice:
         """The batch's integers; batch.micro=auto is settled here, by trying (ranks agree)."""
@@ -165,7 +169,8 @@ class Run:
         batches = micro.candidates(effective, accumulation, replicas, shard)
         return micro.choose(self.config, model, splits, batches, self.ranks, self.device)
 
-    def assemble(self, model: torch.nn.Module, splits: Splits, plan: BatchPlan, total: int) -> None:
+    def assemble(self, model: torch.nn.Module, splits: Splits, plan: BatchPlan, total: int,
+                 sharing: Sharing) -> None:  # fmt: skip
         config, ranks, device = self.config, self.ranks, self.device
         if config.model.batch_norm == "sync":
             model = batch_norm.synchronised(model)
@@ -188,7 +193,7 @@ class Run:
         if config.compile:
             # shapes are few and fixed; a graph for any size would be slower, and depend on which size came first
             working.module.compile(dynamic=False, mode=None if config.compile is True else config.compile)
-        plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, at_once=1))  # shards run one after another
+        plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, at_once=sharing.at_once))
         working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks, device)
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
         schedule = Schedule(config.scheduler, total, plan.windows_per_epoch)
@@ -204,8 +209,11 @@ class Run:
         if self.task.trains:
             self.files.resume_metrics(state.step)  # this folder's rows from before a restart, as far as they stand
             self.resume.adopt(checkpointer)
-        lanes, seed = config.parallel.lane_devices(device), self.seeder(working.module)
-
+        lanes = config.parallel.lane_devices(device)
+        seed = ShardSeeder(config.seed, lanes)
+        criterion = config.loss.build()
+        if sharing.at_once > 1 and config.loss.couples(criterion):
+            criterion, prepare = EachShard(criterion, config.loss.averages), handed_on(prepare)
         side = SideStream(device)
 
         def source(split: Split, training: bool) -> Source:
@@ -215,15 +223,16 @@ class Run:
         self.loop = Loop(
             state=state,
             parts=Parts(
-                criterion=config.loss.build(), reducer=reducer, precision=config.precision, working=working,
+                criterion=criterion, reducer=reducer, precision=config.precision, working=working,
                 statistics=statistics, seed=seed, device=device,
+                apart=self.watched(working.module, SideBySide(config.seed, lanes, sharing.apart, plan.batch.shard)),
                 micro_step=micro_step, max_grad_norm=config.max_grad_norm, skip_nonfinite=config.on_nonfinite == "skip",
             ),
             feed=Feed(
                 source(splits.train, True), plan,
                 lambda epoch: config.sampler.order(epoch, len(splits.train), config.seed, splits.train.targets),
                 config.parallel.local_replicas(ranks, device), len(lanes), config.loss.averages, prepare,
-                keep=reducer.replays,
+                keep=reducer.replays, interleaved=not channels_last,
             ),
             evaluator=Evaluator(
                 splits.eval, source(splits.eval, False), config.loss.evaluation(), config.precision, ranks, device,
@@ -239,12 +248,11 @@ class Run:
             audit=determinism.heard(repeat.wanted(config, ranks, lanes), ranks, self.files),
         )  # fmt: skip
 
-    def seeder(self, module: torch.nn.Module) -> Any:
-        """Seeds the shards; where equal training is asked for, also takes the fingerprints to explain a difference."""
-        seed = ShardSeeder(self.config.seed, self.config.parallel.lane_devices(self.device))
+    def watched(self, module: torch.nn.Module, apart: SideBySide) -> SideBySide | Fingerprint:
+        """`apart`; where equal training is asked for, it also takes the fingerprints to explain a difference."""
         if self.config.sweep.tolerance is None:
-            return seed
-        self.fingerprint = Fingerprint(module, seed)
+            return apart
+        self.fingerprint = Fingerprint(module, apart)
         return self.fingerprint
 
     def forget_peaks(self) -> None:

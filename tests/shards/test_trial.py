@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.shards.layout import Layout
-from isobatch.shards.trial import coupling
+from isobatch.shards.trial import Found, examine, known
 
 CPU = torch.device("cpu")
 KINDS = [Layout((4, 4, 4)), Layout((4, 3, 3)), Layout((2,) * 7), Layout((4, 4), False)]
@@ -85,7 +85,8 @@ def samples() -> Tensor:
 @pytest.mark.parametrize("name", GOOD)
 def test_what_can_be_told_apart_may_run_together(name: str) -> None:
     torch.manual_seed(0)
-    assert coupling(Inside(GOOD[name]()), samples(), KINDS, CPU) is None
+    found = examine(Inside(GOOD[name]()), samples(), KINDS, CPU)
+    assert found == (None, name != "layer norm")
 
 
 @pytest.mark.parametrize("gate", [1.0, 0.0])
@@ -93,14 +94,29 @@ def test_what_can_be_told_apart_may_run_together(name: str) -> None:
 def test_what_couples_samples_is_named_behind_a_closed_gate_too(name: str, gate: float) -> None:
     torch.manual_seed(0)
     make, said = BAD[name]
-    reason = coupling(Inside(make(), gate), samples(), KINDS[:1], CPU)
+    reason = examine(Inside(make(), gate), samples(), KINDS[:1], CPU).coupling
     assert reason is not None and said in reason, reason
+
+
+def test_an_output_for_all_samples_together_is_named() -> None:
+    found = examine(Function(lambda x: (x, x.mean())), samples(), KINDS[:1], CPU)
+    assert "gives () numbers for 12 samples together" in str(found.coupling)
+
+
+def test_well_known_layers_need_no_trial() -> None:
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    assert known(plain) == Found(None, False)
+    assert known(nn.Sequential(plain, nn.BatchNorm1d(3))) == known(nn.Sequential(nn.Dropout(0.1), plain)) == Found(None, True)
+    assert known(nn.Sequential(plain, Counting(3))) is None
+    assert known(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), plain)) is None
+    plain[1].register_forward_hook(lambda module, args, output: output - output.mean(0))
+    assert known(plain) is None
 
 
 def test_a_kind_of_forward_that_is_bad_alone_is_enough() -> None:
     only_five = Function(lambda x: x - x.mean(0) if len(x) == 10 else x)
-    assert coupling(Inside(only_five), samples(), KINDS[:1], CPU) is None
-    assert "module part is" in str(coupling(Inside(only_five), samples(), KINDS, CPU))
+    assert examine(Inside(only_five), samples(), KINDS[:1], CPU).coupling is None
+    assert "module part is" in str(examine(Inside(only_five), samples(), KINDS, CPU).coupling)
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
@@ -108,7 +124,7 @@ def test_a_trial_leaves_nothing_behind() -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     hooks = [len(m._forward_hooks) for m in model.modules()]
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    assert coupling(model, samples(), KINDS, CPU)
+    assert examine(model, samples(), KINDS, CPU).coupling
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert [len(m._forward_hooks) for m in model.modules()] == hooks
     assert all(p.grad is None for p in model.parameters())

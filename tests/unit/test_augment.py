@@ -22,6 +22,7 @@ from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Samples
 from isobatch.errors import ConfigError
 from isobatch.runtime.randomness import seed_sample
+from isobatch.shards.layout import Lanes
 
 EVERYTHING = {"flip": 0.5, "erase": 1.0, "color_jitter": 0.4}
 RECIPES = ["simple", "randaugment", "autoaugment", "augmix"]
@@ -92,7 +93,7 @@ def mixed(shards: tuple[int, ...], sizes: tuple[int, ...], step: int = 0, **opti
     mixer = ShardMixer(**given, num_classes=10, seed=0)
     parts = [(torch.arange(9.0).add(10 * v).view(9, 1, 1, 1).repeat(1, 1, 6, 6)[:n], torch.arange(n)) for v, n in
              zip(shards, sizes, strict=True)]  # fmt: skip
-    return mixer(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), step, shards, sizes)
+    return mixer(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), step, shards, Lanes.alone(sizes))
 
 
 @pytest.mark.parametrize("mode", ["batch", "elem"])

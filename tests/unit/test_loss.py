@@ -20,6 +20,7 @@ from isobatch.loss.distill import Taught
 from isobatch.loss.views import Viewed, Views
 from isobatch.resume import saved_model
 from isobatch.runtime.distributed import Ranks
+from isobatch.shards.layout import Lanes
 
 WORDS = ("logger=none", "threads=1", "model=mlp", "model.width=8", "epochs=null", "steps=4", "eval_every=2", "log_every=1",
          "batch.effective=8", "batch.micro=2", "batch.shard=null", "checkpoint.every=4")  # fmt: skip
@@ -150,13 +151,13 @@ def test_binary_cross_entropy_takes_classes_and_probabilities() -> None:
 def test_views_depend_on_the_shard_alone() -> None:
     inputs, labels = torch.randn(5, 1, 8, 8), torch.arange(5)
     views = Views(None, 3, 0.1, 0.125, seed=1)
-    both, targets = views(inputs, labels, 7, (2, 3), (3, 2))
+    both, targets = views(inputs, labels, 7, (2, 3), Lanes.alone((3, 2)))
     assert both.shape == (15, 1, 8, 8) and torch.equal(both[:3], inputs[:3]) and torch.equal(both[9:11], inputs[3:])
-    alone, _ = views(inputs[3:], labels[3:], 7, (3,), (2,))
+    alone, _ = views(inputs[3:], labels[3:], 7, (3,), Lanes.alone((2,)))
     assert torch.equal(both[9:], alone)
     criterion = JensenShannon(alpha=12.0).build()
     output = torch.randn(15, 10)
-    parts = [criterion(part, Viewed(label, (len(label),))) * len(label) / 5
+    parts = [criterion(part, Viewed(label, Lanes.alone((len(label),)))) * len(label) / 5
              for part, label in ((output[:9], labels[:3]), (output[9:], labels[3:]))]  # fmt: skip
     assert criterion(output, targets).item() == pytest.approx(sum(parts).item(), rel=1e-5)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from isobatch.runtime import accelerator
 from isobatch.runtime.randomness import seed_of
 from isobatch.runtime.timm_import import timm
+from isobatch.shards.layout import Lanes
 
 
 class ShardMixer:
@@ -26,26 +27,23 @@ class ShardMixer:
                                           num_classes=num_classes)  # fmt: skip
 
     def __call__(self, inputs: Tensor, targets: Tensor, step: int, shards: tuple[int, ...],
-                 sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:  # fmt: skip
+                 lanes: Lanes) -> tuple[Tensor, Tensor]:  # fmt: skip
         """
         Args:
-            inputs: (N, C, H, W) float, mixed in place; targets: (N,) class numbers.
-            shards, sizes: which shards these are, and their samples; N is the sum of `sizes`.
+            inputs: (N, C, H, W) float, may be mixed in place; targets: (N,) class numbers.
+            shards, lanes: which shards these are, and how they lie in the N samples.
         Returns:
             inputs (N, C, H, W) and targets (N, num_classes).
         """
-        soft = targets.new_empty((len(targets), self.num_classes), dtype=inputs.dtype)
+        images, soft = lanes.split(inputs), []
         before = numpy.random.get_state()  # timm draws from NumPy's global generator
         try:
-            start = 0
-            for shard, size in zip(shards, sizes, strict=True):
-                part = slice(start, start + size)
+            for shard, part, labels in zip(shards, images, lanes.split(targets), strict=True):
                 numpy.random.seed(seed_of("mix", self.seed, step, shard) % 2**32)
-                soft[part] = self._mixed(inputs[part], targets[part]).to(soft.dtype)
-                start += size
+                soft.append(self._mixed(part, labels).to(inputs.dtype))
         finally:
             numpy.random.set_state(before)
-        return inputs, soft
+        return lanes.join(images) if lanes.shared else inputs, lanes.join(soft)
 
     def _mixed(self, inputs: Tensor, targets: Tensor) -> Tensor:
         # not Mixup.__call__, which refuses shards of odd size for the sake of a mode that is not offered here

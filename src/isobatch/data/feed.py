@@ -18,6 +18,7 @@ from isobatch.data.loader import WorkerSource, choose_workers
 from isobatch.data.samples import Request, Samples
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import isolated_generators
+from isobatch.shards.layout import Lanes, Layout
 
 
 @dataclass(slots=True)
@@ -25,14 +26,14 @@ class MicroBatch:
     """One forward and backward of this process.
 
     Args:
-        shards: the shards it holds, one per lane; sizes: samples of each.
-        inputs: (N, ...), targets: (N, ...), on the device, N the sum of `sizes`.
+        shards: the shards it holds, device after device; lanes: how they lie in it.
+        inputs: (N, ...), targets: (N, ...), on the device, N the samples of `lanes`.
         weight: of its loss in the window: the sum over all micro batches of all replicas is 1.
         is_first, is_last: within this process's part of the window.
     """
 
     shards: tuple[int, ...]
-    sizes: tuple[int, ...]
+    lanes: Lanes
     inputs: Tensor
     targets: Tensor
     weight: float
@@ -114,7 +115,7 @@ def example(split: Split, seed: int, device: torch.device, channels_last: bool,
     with isolated_generators():
         source = WorkerSource(Samples(split, seed), ToDevice(device, split.info, channels_last))
         inputs, targets = next(source.batches(iter([Request(0, torch.tensor([0, 0]))])))
-        return prepare(inputs, targets, 0, (0,), (2,))[0] if prepare is not None else inputs
+        return prepare(inputs, targets, 0, (0,), Lanes.alone((2,)))[0] if prepare is not None else inputs
 
 
 class Feed:
@@ -124,8 +125,9 @@ class Feed:
         order: epoch -> virtual indices (order_size,) int64 on the CPU (see sampler.py).
         size: of the dataset; a virtual index is sample + size * occurrence.
         averages: the loss is a mean over samples (its weight is n_shard / n_window), else a sum (1 / num_shards).
-        prepare: last touch on the device for a micro batch (mixup): (inputs, targets, step, shards, sizes) -> both.
+        prepare: last touch on the device for a micro batch (mixup): (inputs, targets, step, shards, lanes) -> both.
         keep: a window can be gone through more than once (its batches stay in main memory, as they were read).
+        interleaved: how several shards of one forward lie in its batch (see shards/layout.py).
     """
 
     def __init__(
@@ -138,9 +140,11 @@ class Feed:
         averages: bool = True,
         prepare: Callable[..., tuple[Tensor, Tensor]] | None = None,
         keep: bool = False,
+        interleaved: bool = True,
     ):
         self.source, self.plan, self.averages, self.prepare, self.keep = source, plan, averages, prepare, keep
-        self.micro_steps = [tuple(v for lane in step for v in lane) for step in plan.batch.micro_steps(replicas, lanes)]
+        self.micro_steps, self.interleaved = plan.batch.micro_steps(replicas, lanes), interleaved
+        self.cut = lru_cache(maxsize=4)(self._cut)
         self.order = lru_cache(maxsize=2)(lambda epoch: self._padded(order(epoch)))
         self.highest = lru_cache(maxsize=2)(lambda epoch: int(self.order(epoch).max()))
 
@@ -160,20 +164,24 @@ class Feed:
         """Virtual indices of the whole window, in the sampler's order."""
         return self.order(window.epoch)[window.positions.start : window.positions.stop]
 
-    def filled(self, window: Window) -> list[tuple[int, ...]]:
-        """This process's micro steps, without the shards that a small tail window leaves empty."""
-        full = window.num_filled
-        if full == window.num_shards:
-            return self.micro_steps
-        steps = (tuple(v for v in shards if v < full) for shards in self.micro_steps)
-        return [shards for shards in steps if shards]
+    def filled(self, window: Window) -> list[tuple[tuple[int, ...], Lanes]]:
+        """This process's micro steps, without the shards that a small tail window leaves empty: (shards, how they lie)."""
+        return self.cut(window.size)
+
+    def _cut(self, size: int) -> list[tuple[tuple[int, ...], Lanes]]:
+        total = self.plan.batch.num_shards
+        found = []
+        for step in self.micro_steps:
+            lanes = [held for lane in step if (held := tuple(v for v in lane if v < size))]
+            layouts = tuple(Layout(tuple(len(range(v, size, total)) for v in held), self.interleaved) for held in lanes)
+            found.append((tuple(v for held in lanes for v in held), Lanes(layouts)))
+        return [(shards, lanes) for shards, lanes in found if shards]
 
     def requests(self, start: int, stop: int) -> Iterator[Request]:
         for step in range(start, stop):
             window = self.plan.window(step)
-            for shards in self.filled(window):
-                parts = [self.shard_indices(window, v) for v in shards]
-                indices = parts[0] if len(parts) == 1 else torch.cat(parts)
+            for shards, lanes in self.filled(window):
+                indices = lanes.join([self.shard_indices(window, v) for v in shards])
                 yield Request(window.epoch, indices, self.highest(window.epoch))
 
     def windows(self, start: int, stop: int) -> Iterator[WindowData]:
@@ -189,15 +197,15 @@ class Feed:
         for k in range(len(steps)):
             yield self.micro_batch(window, steps, k, *next(batches))
 
-    def micro_batch(self, window: Window, steps: list[tuple[int, ...]], k: int, inputs: Tensor, targets: Tensor) -> MicroBatch:
+    def micro_batch(self, window: Window, steps: list[tuple[tuple[int, ...], Lanes]], k: int, inputs: Tensor,
+                    targets: Tensor) -> MicroBatch:  # fmt: skip
         """The k-th of this process's micro steps in `window`."""
-        shards = steps[k]
-        sizes = tuple(len(window.shard(v)) for v in shards)
+        shards, lanes = steps[k]
         if self.prepare is not None:
-            inputs, targets = self.prepare(inputs, targets, window.step, shards, sizes)
+            inputs, targets = self.prepare(inputs, targets, window.step, shards, lanes)
         # a sum over all samples of the micro step is the sum of its shards' sums already
-        weight = sum(sizes) / window.size if self.averages else 1 / window.num_shards
-        return MicroBatch(shards, sizes, inputs, targets, weight, k == 0, k == len(steps) - 1)
+        weight = lanes.samples / window.size if self.averages else 1 / window.num_shards
+        return MicroBatch(shards, lanes, inputs, targets, weight, k == 0, k == len(steps) - 1)
 
 
 class Kept:

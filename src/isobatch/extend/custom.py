@@ -59,7 +59,11 @@ class CustomModel(Model):
 
 @dataclass(frozen=True)
 class CustomLoss(Loss):
-    """`f(**kwargs)` -> criterion `(output, target) -> scalar`, a mean over the samples."""
+    """`f(**kwargs)` -> criterion `(output, target) -> scalar`, a mean over the samples.
+
+    It is asked once for each shard, unless it says by `couples = False` that it is a plain mean, so that the shards of a
+    forward may be asked for together.
+    """
 
     name: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +71,9 @@ class CustomLoss(Loss):
 
     def build(self) -> Any:
         return called("loss", self)
+
+    def couples(self, criterion: Any) -> bool:
+        return bool(getattr(criterion, "couples", True))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from isobatch.shards.layout import Lanes
+
 
 class Taught(NamedTuple):
     """Targets of a micro batch: the `labels` (N,) or (N, C), and the teacher's `logits` (N, C), fp32."""
@@ -21,8 +23,8 @@ class Taught(NamedTuple):
 class Teaching:
     """`prepare` of a Feed: adds the teacher's logits to the targets, for the very inputs that the student gets.
 
-    The teacher belongs to nobody else: no wrapper, optimizer, checkpoint or `train()` reaches it. It answers shard by
-    shard, so that its answer does not depend on which shards share a micro step.
+    The teacher belongs to nobody else: no wrapper, optimizer, checkpoint or `train()` reaches it. It answers for the shards
+    of one device at a time, so that its answer does not depend on which devices share a micro step.
     """
 
     def __init__(self, transform: Any, teacher: nn.Module, autocast: Callable[[], AbstractContextManager]):
@@ -30,11 +32,11 @@ class Teaching:
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor, step: int, shards: tuple[int, ...],
-                 sizes: tuple[int, ...]) -> tuple[Tensor, Taught]:  # fmt: skip
+                 lanes: Lanes) -> tuple[Tensor, Taught]:  # fmt: skip
         if self.transform is not None:
-            inputs, targets = self.transform(inputs, targets, step, shards, sizes)
+            inputs, targets = self.transform(inputs, targets, step, shards, lanes)
         answers = []
-        for part in torch.split(inputs, list(sizes)):
+        for part in lanes.chunks(inputs):
             with self.autocast():
                 answers.append(self.teacher(part).float())
         return inputs, Taught(targets, answers[0] if len(answers) == 1 else torch.cat(answers))

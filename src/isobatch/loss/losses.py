@@ -27,6 +27,11 @@ class Loss:
 
     averages = True
 
+    def couples(self, criterion: Any) -> bool:
+        """Whether `criterion`, as `build` gave it, lets the samples of a forward meet in more than their mean or sum: then it
+        is asked once for each shard."""
+        return False
+
     def build(self) -> Any:
         raise AssertionError("a loss defines build")
 
@@ -39,7 +44,7 @@ class Loss:
                 device: torch.device, seed: int) -> Prepare:  # fmt: skip
         """
         Args:
-            transform: (inputs, targets, step, shards, sizes) -> (inputs, targets), or None.
+            transform: (inputs, targets, step, shards, lanes) -> (inputs, targets), or None.
             teacher: from options to a frozen network in evaluation mode on the device.
         Returns:
             the same kind of function.

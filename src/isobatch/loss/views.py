@@ -10,16 +10,17 @@ from torch.nn import functional
 
 from isobatch.runtime.randomness import seed_of
 from isobatch.runtime.timm_import import timm
+from isobatch.shards.layout import Lanes
 
 
 class Viewed(NamedTuple):
-    """Targets of a micro batch whose inputs hold all views of a shard, view by view, then the next shard.
+    """Targets of a micro batch in which a shard's samples are all its views, view by view.
 
-    `labels` (N,) or (N, C) of the samples; `sizes` of the shards, their sum is N.
+    `labels` (N,) or (N, C) of the samples; `lanes`: how the shards lie in the N samples.
     """
 
     labels: Tensor
-    sizes: tuple[int, ...]
+    lanes: Lanes
 
 
 class Views:
@@ -29,15 +30,15 @@ class Views:
         self.transform, self.num_splits, self.noise, self.shift, self.seed = transform, num_splits, noise, shift, seed
 
     def __call__(self, inputs: Tensor, targets: Tensor, step: int, shards: tuple[int, ...],
-                 sizes: tuple[int, ...]) -> tuple[Tensor, Viewed]:  # fmt: skip
+                 lanes: Lanes) -> tuple[Tensor, Viewed]:  # fmt: skip
         if self.transform is not None:
-            inputs, targets = self.transform(inputs, targets, step, shards, sizes)
+            inputs, targets = self.transform(inputs, targets, step, shards, lanes)
         parts: list[Tensor] = []
-        for shard, part in zip(shards, torch.split(inputs, list(sizes)), strict=True):
+        for shard, part in zip(shards, lanes.split(inputs), strict=True):
             # drawn where the images are: a batch of noise from the host would take longer than a step
             generator = torch.Generator(part.device).manual_seed(seed_of("views", self.seed, step, shard))
-            parts += [part, *(self._view(part, generator) for _ in range(self.num_splits - 1))]
-        return torch.cat(parts), Viewed(targets, sizes)
+            parts.append(torch.cat([part, *(self._view(part, generator) for _ in range(self.num_splits - 1))]))
+        return lanes.times(self.num_splits).join(parts), Viewed(targets, lanes)
 
     def _view(self, images: Tensor, generator: torch.Generator) -> Tensor:
         noise = torch.randn(images.shape, generator=generator, device=images.device)
@@ -71,6 +72,6 @@ class Agreement:
     def __call__(self, output: Tensor, targets: Tensor | Viewed) -> Tensor:
         if not isinstance(targets, Viewed):
             return self.plain(output, targets)  # type: ignore[no-any-return]
-        shards = torch.split(output, [self.num_splits * size for size in targets.sizes])
-        views = torch.cat([shard.unflatten(0, (self.num_splits, -1)) for shard in shards], dim=1)
-        return self.views(views.flatten(0, 1), targets.labels)  # type: ignore[no-any-return]
+        shards = targets.lanes.times(self.num_splits).split(output)
+        views = zip(*(shard.chunk(self.num_splits) for shard in shards), strict=True)
+        return self.views(torch.cat([targets.lanes.join(view) for view in views]), targets.labels)  # type: ignore[no-any-return]

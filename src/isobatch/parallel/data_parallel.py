@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataParallel(Single):
-    """nn.DataParallel: one process, a replica per device; chunk i of a micro step is one shard, on device i.
+    """nn.DataParallel: one process, a replica per device; chunk i of a micro step is the shards of device i.
 
     Args:
         devices: CUDA ordinals, in this order (null: all visible); made the only visible ones before CUDA starts.
@@ -72,7 +72,7 @@ class DataParallel(Single):
         return ShardedDataParallel(model, devices) if len(devices) > 1 else model
 
     def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager[Any]:
-        wrapped.shard_sizes = micro.sizes  # type: ignore[assignment]  # read by ShardedDataParallel.scatter
+        wrapped.lanes = micro.lanes  # type: ignore[assignment]  # read by ShardedDataParallel.scatter
         return nullcontext()
 
     def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager[Any]:

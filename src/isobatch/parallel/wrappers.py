@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.parallel.completion import Completion, zero
 from isobatch.parallel.unused import trainable
+from isobatch.shards.apart import entered
 from isobatch.train.batch_norm import learning_layers
 
 if TYPE_CHECKING:
     from isobatch.parallel import DistributedDataParallel as Options
     from isobatch.runtime.distributed import Ranks
+    from isobatch.shards.layout import Lanes
+
 
 class Participant(nn.Module):
     """The model as DDP sees it, with a way to take part in a reduction without a sample.
@@ -138,14 +141,14 @@ def mean_hook(state: tuple[torch.dtype | None, float, float], bucket: dist.GradB
 
 
 class ShardedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
-    """DataParallel whose chunk i is shard i: torch's own cut into equal chunks would mix unequal shards.
+    """DataParallel whose chunk i is the shards of device i: torch's own cut into equal chunks would mix unequal ones.
 
     Each replica computes under the autocast of the thread that asks (a thread has its own, and torch hands on whether
-    there is one, but not its dtype), and on running statistics of its own: torch gives the first replica the model's
-    very buffers, which must not change between its forward and its backward.
+    there is one, but not its dtype), with its shards apart as there, and on running statistics of its own: torch gives the
+    first replica the model's very buffers, which must not change between its forward and its backward.
     """
 
-    shard_sizes: tuple[int, ...] = ()
+    lanes: Lanes
 
     def __init__(self, model: nn.Module, devices: list[torch.device]):
         if model._compiled_call_impl is not None:
@@ -155,7 +158,7 @@ class ShardedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
         self.layers = learning_layers(model)
 
     def forward(self, inputs: Tensor) -> Any:
-        if len(self.shard_sizes) == 1:
+        if len(self.lanes.layouts) == 1:
             return self.module(inputs)
         output = super().forward(inputs)
         self._average_statistics()
@@ -176,11 +179,11 @@ class ShardedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
         kind = self.src_device_obj.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        caches = torch.is_autocast_cache_enabled()
+        caches, apart = torch.is_autocast_cache_enabled(), entered()
 
         def under_autocast(replica: nn.Module) -> Any:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches):
+                with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches), apart:
                     return replica(*args, **kwargs)
 
             return forward
@@ -189,9 +192,8 @@ class ShardedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         (batch,) = inputs
-        views = len(batch) // sum(self.shard_sizes)  # of each sample (loss=jsd trains on several)
-        chunks = torch.split(batch, [views * size for size in self.shard_sizes])
-        moved = tuple((c.to(d, non_blocking=True),) for c, d in zip(chunks, self.device_ids, strict=False))
+        chunks = zip(self.lanes.chunks(batch), self.device_ids, strict=False)
+        moved = tuple((chunk.to(device, non_blocking=True),) for chunk, device in chunks)
         return moved, tuple({} for _ in moved)
 
     @staticmethod
@@ -200,10 +202,15 @@ class ShardedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
 
     @torch.no_grad()
     def _average_statistics(self) -> None:
-        """Leave the mean over the replicas in the model: torch would keep the statistics of the first alone."""
+        """Leave the mean over the shards in the model: torch would keep the statistics of the first replica alone."""
         if self.statistics:
             home = self.statistics[0].device
-            mean = torch.stack([flat.to(home, non_blocking=True) for flat in self.statistics]).mean(0)
+            found = torch.stack([flat.to(home, non_blocking=True) for flat in self.statistics])
+            shards = [len(layout.sizes) for layout in self.lanes.layouts]
+            if len(set(shards)) == 1:
+                mean = found.mean(0)
+            else:
+                mean = sum(part * count for part, count in zip(found, shards, strict=True)) / sum(shards)
             mine = self._buffers_of(self.layers)
             parts = torch.split(mean, [b.numel() for b in mine])
             torch._foreach_copy_(mine, [part.view(b.shape) for part, b in zip(parts, mine, strict=True)])

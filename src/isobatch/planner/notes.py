@@ -34,9 +34,6 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
     if asked is not None and batch.stated and config.batch.micro is None and batch.accumulation_steps < asked:
         found.append(f"accumulation={asked}: {counted(batch.accumulation_steps, 'micro step')} of "
                      f"{counted(batch.at_once, 'shard')} hold as little at once")  # fmt: skip
-    if batch.stated and batch.at_once > 1:
-        found.append(f"shards run one after another: memory and speed are those of {batch.shard} samples at once, whatever "
-                     "batch.micro says; a larger batch.shard is faster (another training for what depends on it)")  # fmt: skip
     idle = max(0, batch.num_replicas - batch.num_shards)
     if idle:
         key = "batch.shard" if batch.stated else "batch.micro"

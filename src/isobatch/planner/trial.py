@@ -9,7 +9,8 @@ import copy
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from isobatch.precision.masters import to_fp32
 from isobatch.resume import saved_model
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.randomness import isolated_generators
+from isobatch.shards.layout import Lanes
 from isobatch.train import batch_norm
 
 # torch and the libraries below it say it in several ways
@@ -78,8 +80,21 @@ class Trial:
                 lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device,
                 config.seed,
             )  # fmt: skip
-            source = WorkerSource(Samples(splits.train, config.seed), ToDevice(device, splits.train.info, channels_last))
-            self.one = next(source.batches(iter([Request(0, torch.tensor([0]))])))
+            self.splits, self.to_device = splits, ToDevice(device, splits.train.info, channels_last)
+            self.one = self._read([0])
+
+    def _read(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        source = WorkerSource(Samples(self.splits.train, self.config.seed), self.to_device)
+        return next(source.batches(iter([Request(0, torch.tensor(indices))])))
+
+    def samples(self, count: int) -> Tensor:
+        """Inputs (n, ...) of the first `count` samples, fewer where there are fewer."""
+        with self._unnoticed():
+            return self._read(list(range(min(count, len(self.splits.train)))))[0]
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Around a training forward."""
+        return self.config.precision.autocast(self.device)
 
     def fits(self, samples: int, steps: int) -> bool:
         """Whether `steps` micro steps (two: gradients are there already in the second) of `samples` samples run."""
@@ -137,7 +152,7 @@ class Trial:
         inputs, targets = (t.repeat(samples, *[1] * (t.ndim - 1)) for t in self.one)
         if inputs.ndim == 4 and hardware.wants_channels_last(self.config, self.device):
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return self.prepare(inputs, targets, 0, (0,), (samples,)) if self.prepare else (inputs, targets)
+        return self.prepare(inputs, targets, 0, (0,), Lanes.alone((samples,))) if self.prepare else (inputs, targets)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.config.precision.autocast(self.device):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from isobatch.shards.draws import HANDLERS, OPENED
 from isobatch.shards.norms import NORMS
@@ -39,6 +40,11 @@ class Apart(TorchFunctionMode):
                 return body(*args, **kwargs)
         return func(*args, **kwargs)
 
+    @property
+    def used(self) -> bool:
+        """Whether anything has to be kept apart: something was normalised or drawn."""
+        return self.normalised > 0 or any(streams.draws for streams in self.lanes.values())
+
     def lane(self) -> Streams:
         """Of the device that this thread works on."""
         if self.only is not None:
@@ -55,3 +61,9 @@ class Apart(TorchFunctionMode):
         unseen = self.host is not None and not torch.equal(self.host, torch.default_generator.get_state())
         if unseen or not all(streams.is_untouched() for streams in self.lanes.values()):
             raise NotApart("draws random numbers in a way that is not seen (a C++ extension, say)")
+
+
+def entered() -> AbstractContextManager[Any]:
+    """What keeps shards apart in this thread, for a thread that works for it."""
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Apart)]
+    return modes[-1] if modes else nullcontext()

@@ -84,9 +84,18 @@ class Layout:
     def _mixed(parts: Sequence[Tensor], rows: int) -> Tensor:
         import torch
 
-        if rows == 1:
-            return torch.stack(list(parts), 1).flatten(0, 1)
-        return torch.stack([part.unflatten(0, (-1, rows)) for part in parts], 1).flatten(0, 2)
+        if rows > 1:
+            parts = [part.unflatten(0, (-1, rows)) for part in parts]
+        mixed = torch.stack(list(parts), 1)
+        return reshaped(mixed, (-1, *mixed.shape[2 + (rows > 1) :]))
+
+
+def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`tensor`, which nobody else has, in another shape, and not as a view: what is done in place to it is no news to autograd,
+    which fully_shard's hooks could not bear."""
+    import torch
+
+    return torch.ops.aten._unsafe_view(tensor, shape)  # type: ignore[no-any-return]
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
@@ -100,6 +109,16 @@ class Lanes:
     """The shards of one micro step: those of each device's forward, device after device."""
 
     layouts: tuple[Layout, ...]
+
+    @staticmethod
+    def alone(sizes: Sequence[int]) -> Lanes:
+        """A shard on each device."""
+        return Lanes(tuple(Layout((size,)) for size in sizes))
+
+    @property
+    def shared(self) -> bool:
+        """Whether any device holds several shards."""
+        return len(self.sizes) > len(self.layouts)
 
     def times(self, rows: int) -> Lanes:
         return self if rows == 1 else Lanes(tuple(layout.times(rows) for layout in self.layouts))

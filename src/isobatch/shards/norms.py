@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isobatch.shards.layout import Layout
+from isobatch.shards.layout import Layout, reshaped
 from isobatch.shards.streams import NotApart
 
 Statistics = Tensor | None
@@ -43,11 +43,11 @@ def _by_channel(layout: Layout, input: Tensor, running_mean: Statistics, running
 
     mean, var = repeated(running_mean), repeated(running_var)
     wide = input.view(samples // shards, shards * channels, *rest)
-    output = F.batch_norm(wide, mean, var, repeated(weight), repeated(bias), True, momentum, eps).view(input.shape)
+    output = F.batch_norm(wide, mean, var, repeated(weight), repeated(bias), True, momentum, eps)
     for running, found in ((running_mean, mean), (running_var, var)):
         if running is not None and found is not None:
             torch.mean(found.view(shards, channels), 0, out=running)
-    return output
+    return reshaped(output, input.shape)
 
 
 def _by_shard(layout: Layout, input: Tensor, running: Sequence[Statistics], norm: Callable[..., Tensor]) -> Tensor:

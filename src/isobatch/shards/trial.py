@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -30,25 +30,48 @@ ELEMENTS = 4096  # of a tensor that are looked at, evenly spread
 Place = tuple[str, int, int]  # a module's name, how often it was called before, which of its output's tensors
 
 
-def coupling(model: nn.Module, samples: Tensor, layouts: Iterable[Layout], device: torch.device) -> str | None:
-    """Why `model` cannot run shards together, in words that go on from "the model"; None: it can.
+class Found(NamedTuple):
+    """`coupling`: why a model cannot run shards together, in words that go on from "the model"; None: it can.
 
-    Nothing is left behind: not in its buffers, nor in any generator.
+    `apart`: it draws, or normalises over samples, so that its shards have to be kept apart.
+    """
+
+    coupling: str | None
+    apart: bool
+
+
+# modules whose samples meet in nothing, in a norm, or draw alone; of exactly these types
+ALONE = nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LayerNorm
+APART = nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout
+
+
+def known(model: nn.Module) -> Found | None:
+    """What need not be tried, because `model` is made of well-known layers alone; None: it has to be."""
+    types = {type(module) for module in model.modules()}
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return None if hooked or types - {*ALONE, *APART} else Found(None, bool(types & {*APART}))
+
+
+def examine(model: nn.Module, samples: Tensor, layouts: Iterable[Layout], device: torch.device) -> Found:
+    """Try it. Nothing is left behind: not in the model's buffers, nor in any generator.
 
     Args:
         model: in training mode, on `device`.
         samples: (n, ...) different inputs, of which batches are made up.
         layouts: of every kind of forward that the training will have.
     """
+    used = False
     with unnoticed(model, device), torch.no_grad():
         for layout in layouts:
+            trial = Comparison(model, samples, layout, device)
             try:
-                reason = Comparison(model, samples, layout, device).reason()
+                reason = trial.reason()
             except NotApart as problem:
                 reason = str(problem)
+            used |= trial.apart.used
             if reason is not None:
-                return reason
-    return None
+                return Found(reason, used)
+    return Found(None, used)
 
 
 class Comparison:
@@ -61,6 +84,7 @@ class Comparison:
         self.batch = samples[order.to(samples.device)]
         self.shards = sorted({round(i * (len(layout.sizes) - 1) / (MOST - 1)) for i in range(MOST)})
         self.buffers = [(b, b.clone()) for b in model.buffers()]
+        self.apart = Apart([Streams(layout, device, list(range(len(layout.sizes))), 0)])
 
     def reason(self) -> str | None:
         parts = self.layout.split(self.batch)
@@ -86,14 +110,16 @@ class Comparison:
     def _together(self) -> dict[Place, dict[int, Tensor]]:
         self._restore()
         found: dict[Place, dict[int, Tensor]] = {}
-        apart = Apart([Streams(self.layout, self.device, list(range(len(self.layout.sizes))), 0)])
         host = random.getstate(), repr(numpy.random.get_state())
-        apart.begin()
-        with apart, outputs(self.model, lambda place, tensor: found.__setitem__(place, self._parts(tensor))):
-            self.model(self.batch)
-        apart.check()
+        self.apart.begin()
+        with self.apart, outputs(self.model, lambda place, tensor: found.__setitem__(place, self._parts(tensor))):
+            output = self.model(self.batch)
+        self.apart.check()
         if host != (random.getstate(), repr(numpy.random.get_state())):
             raise NotApart("draws from Python's or NumPy's generator, which is one for all shards")
+        for tensor in _tensors(output):
+            if not tensor.ndim or not self.layout.rows(len(tensor)):
+                raise NotApart(f"gives {tuple(tensor.shape)} numbers for {self.layout.samples} samples together")
         return found
 
     def _restore(self) -> None:

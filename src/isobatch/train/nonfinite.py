@@ -42,7 +42,7 @@ class LossWatch:
         for window, loss in self.seen:
             value = float(loss.sum())
             if not torch.isfinite(loss).all():
-                shards = [shard for shards in feed.filled(window) for shard in shards]
+                shards = [shard for shards, _ in feed.filled(window) for shard in shards]
                 if loss.ndim == 1:  # one loss per shard: the samples of the bad ones alone
                     shards = [shard for shard in shards if not torch.isfinite(loss[shard])]
                 indices = [int(i) for shard in shards for i in feed.shard_indices(window, shard)]

@@ -122,8 +122,8 @@ class MicroSteps:
 
     def _record(self, parts: Parts, step: int, micro: MicroBatch) -> Recorded:
         recorded = Recorded(micro)
-        parts.seed(step, micro.shards)  # (it also ends a fingerprint, whose hooks read from the device)
-        with capture(recorded.graph, self.pool, "the model or the loss"):
+        parts.seed(step, micro.shards)
+        with parts.apart(step, micro), capture(recorded.graph, self.pool, "the model or the loss"):
             recorded.work(parts)
         return recorded
 
@@ -161,7 +161,7 @@ class MicroSteps:
 def shape_of(micro: MicroBatch) -> Any:
     """What two micro batches have in common that one recording can serve: all but the values of their tensors."""
     leaves, form = tree.tree_flatten((micro.inputs, micro.targets))
-    return str(form), micro.sizes, tuple(
+    return str(form), micro.lanes, tuple(
         (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
     )  # fmt: skip
 

@@ -24,6 +24,7 @@ from isobatch.parallel.unused import unnoticed
 from isobatch.planner.trial import is_out_of_memory
 from isobatch.precision.masters import to_fp32
 from isobatch.runtime.randomness import isolated_generators
+from isobatch.shards.layout import Lanes
 
 log = logging.getLogger("isobatch")
 
@@ -91,7 +92,7 @@ class Rehearsal:
             request = Request(0, torch.tensor([0, min(1, len(split) - 1)][:count]))
             inputs, targets = next(source.batches(iter([request])))
             if prepare is not None:
-                inputs, targets = prepare(inputs, targets, 0, (0,), (count,))
+                inputs, targets = prepare(inputs, targets, 0, (0,), Lanes.alone((count,)))
             with unnoticed(self.module, inputs), torch.no_grad():
                 before = torch.get_rng_state()
                 try:

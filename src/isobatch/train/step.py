@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +31,7 @@ def micro_step(state: TrainState, parts: Parts, step: int, micro: MicroBatch) ->
     """Forward and backward of one micro batch: adds its gradients to the window's. Returns its weighted loss, 0-d."""
     parts.seed(step, micro.shards)
     parts.statistics.enter()
-    with parts.reducer.shard(micro):
+    with parts.apart(step, micro), parts.reducer.shard(micro):
         with parts.precision.autocast(parts.device):
             output = parts.reducer.module(micro.inputs)
         loss = times(parts.criterion(to_fp32(output), micro.targets), micro.weight)
@@ -53,6 +54,7 @@ class Parts:
     statistics: ShardStatistics
     seed: ShardSeeder
     device: torch.device
+    apart: Callable[[int, MicroBatch], AbstractContextManager[None]] = lambda step, micro: nullcontext()
     micro_step: Callable[..., Tensor] = micro_step
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False

@@ -1,0 +1,77 @@
+"""Whether several shards share a forward: what the settings say, and a trial of the model before it trains."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from isobatch.batch_plan import BatchPlan
+from isobatch.config import Config
+from isobatch.data import Splits
+from isobatch.planner.hooks import without_global_hooks
+from isobatch.planner.trial import Trial, is_out_of_memory
+from isobatch.runtime import hardware
+from isobatch.runtime.distributed import Ranks
+from isobatch.shards.layout import Layout
+from isobatch.shards.trial import Found, examine, known
+
+DIFFERENT = 8  # samples that the batches of the trial are made of
+
+
+class Sharing(NamedTuple):
+    """`at_once`: shards of one forward. `apart`: the model draws or normalises over samples. `note`: why they are fewer than
+    the batch has room for, for a person; None: they are not."""
+
+    at_once: int
+    apart: bool = False
+    note: str | None = None
+
+
+@without_global_hooks()
+def decide(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, ranks: Ranks, device: torch.device) -> Sharing:
+    """A collective: the main rank tries, on a copy of the model, and all do what it found."""
+    batch = plan.batch
+    if batch.at_once == 1:
+        return Sharing(1)
+    if (reason := forbidden(config, device)) is None:
+        found = known(model) or ranks.broadcast_object(_tried(config, model, splits, plan, device) if ranks.is_main else None)
+        if found.coupling is None:
+            return Sharing(batch.at_once, found.apart)
+        reason = f"the model {found.coupling}"
+    return Sharing(1, note=f"one shard a forward, whatever batch.micro says: {reason}; memory and speed are those of "
+                   f"{batch.shard} samples at once")  # fmt: skip
+
+
+def forbidden(config: Config, device: torch.device) -> str | None:
+    """The setting under which a forward is one shard's, with the reason; None: there is none."""
+    if config.reduction.exact:
+        return "reduction=exact needs every kernel to see a shard alone"
+    if config.compile:
+        return f"compile={str(config.compile).lower()} runs past what keeps shards apart"
+    if config.cuda_graph and device.type == "cuda":
+        return "cuda_graph=true records draws that are not told apart"
+    if config.model.batch_norm == "sync":
+        return "model.batch_norm=sync normalises over the shards of a micro step on all ranks"
+    return None
+
+
+def _tried(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, device: torch.device) -> Found:
+    try:
+        trial = Trial(config, model, splits, device)
+        samples = trial.samples(DIFFERENT)
+        with trial.precision():
+            return examine(trial.working.module, samples, kinds(plan, not hardware.wants_channels_last(config, device)), device)
+    except Exception as error:  # a forward that cannot be done at all is told of by the rehearsal
+        reason = "memory" if is_out_of_memory(error) else f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        return Found(f"cannot be tried with several ({reason})", True)
+
+
+def kinds(plan: BatchPlan, interleaved: bool) -> list[Layout]:
+    """Two shards of one size, and two that differ, where a window has such."""
+    shards = plan.batch.num_shards
+    largest = -(-plan.batch.effective // shards)
+    uneven = any(size % shards and size > shards for size in (plan.batch.effective, plan.tail_size))
+    found = [Layout((largest, largest), interleaved)]
+    return [*found, Layout((largest, largest - 1), interleaved)] if uneven and largest > 1 else found
