@@ -30,6 +30,7 @@ from isobatch.planner import notes as plan_notes
 from isobatch.planner.preview import Preview, preview, world
 from isobatch.planner.sharing import Sharing, decide
 from isobatch.planner.trial import in_words
+from isobatch.reduction import elements
 from isobatch.resume import saved_model
 from isobatch.resume.signature import Signature
 from isobatch.resume.start import Resume
@@ -39,7 +40,6 @@ from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.summary import summarize
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks, choose_device
-from isobatch.runtime.dtensor import is_sharded
 from isobatch.runtime.randomness import ShardSeeder, seed_everything
 from isobatch.scheduler import Schedule
 from isobatch.shards.criteria import EachShard, handed_on
@@ -47,9 +47,9 @@ from isobatch.shards.side_by_side import SideBySide
 from isobatch.tasks import Work
 from isobatch.train import batch_norm, graph
 from isobatch.train.loop import Loop
-from isobatch.train.rehearsal import Rehearsal
+from isobatch.train.rehearsal import SAMPLES, Rehearsal
 from isobatch.train.state import TrainState
-from isobatch.train.step import Parts
+from isobatch.train.step import Parts, mean
 
 log = logging.getLogger("isobatch")
 
@@ -182,13 +182,13 @@ class Run:
             config.augment.batch_transform(splits.info, config.seed),
             lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
         )  # fmt: skip
+        # while the weights are whole: where they are spread, a forward is a collective
+        rehearsal = Rehearsal(working.module, config.model, splits, config.precision, device, channels_last, config.seed)
+        for line in rehearsal.run(config.loss.build(), config.loss.evaluation(), prepare, self.task.trains):
+            log.info("%s", line)
         config.parallel.shard(model, average and average.module, config.precision, ranks, device,
                               lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
         optimizer = config.optimizer.build(model, plan.batch.effective)
-        if not is_sharded(model):  # there a forward is a collective, and `shard` has made one
-            rehearsal = Rehearsal(working.module, config.model, splits, config.precision, device, channels_last, config.seed)
-            for line in rehearsal.run(config.loss.build(), config.loss.evaluation(), prepare, self.task.trains):
-                log.info("%s", line)
         statistics = batch_norm.ShardStatistics(working.module)
         if config.compile:
             # shapes are few and fixed; a graph for any size would be slower, and depend on which size came first
@@ -196,6 +196,7 @@ class Run:
         plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, at_once=sharing.at_once))
         working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks, device)
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
+        reducer = elements.in_front_of(reducer, rehearsal.given, SAMPLES, plan.batch, ranks, device)
         schedule = Schedule(config.scheduler, total, plan.windows_per_epoch)
         schedule.check(splits.info.num_classes, average is not None)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
@@ -226,7 +227,8 @@ class Run:
                 criterion=criterion, reducer=reducer, precision=config.precision, working=working,
                 statistics=statistics, seed=seed, device=device,
                 apart=self.watched(working.module, SideBySide(config.seed, lanes, sharing.apart, plan.batch.shard)),
-                micro_step=micro_step, max_grad_norm=config.max_grad_norm, skip_nonfinite=config.on_nonfinite == "skip",
+                micro_step=micro_step, weigh=getattr(reducer, "weigh", mean),
+                max_grad_norm=config.max_grad_norm, skip_nonfinite=config.on_nonfinite == "skip",
             ),
             feed=Feed(
                 source(splits.train, True), plan,

@@ -108,6 +108,8 @@ class Repeat:
 class Kept:
     """Stands in for the reducer of one shard, and keeps what that shard gives."""
 
+    empty = False
+
     def __init__(self, parts: Parts, diary: Diary | None):
         self.module, self.working, self.diary = parts.reducer.module, parts.working.module, diary
         self.loss_factor: float = parts.reducer.loss_factor

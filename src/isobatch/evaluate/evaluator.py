@@ -13,6 +13,7 @@ from isobatch.data import Split
 from isobatch.data.feed import Source
 from isobatch.data.samples import Request
 from isobatch.evaluate.answers import Answers
+from isobatch.given import taken_apart
 from isobatch.precision.masters import to_fp32
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
@@ -75,8 +76,8 @@ class Evaluator:
                 module.training = training
         total = self.ranks.all_reduce(slots).cpu().double().sum(0).tolist()
         samples = int(total[1])
-        units = samples if self.averages else -(-samples // (self.unit or self.batch_size))
-        result = {"eval/loss": total[0] / units,
+        units = total[4] if self.averages else -(-samples // (self.unit or self.batch_size))
+        result = {"eval/loss": total[0] / units if units else 0.0,
                   "eval/samples": samples}  # fmt: skip
         if self.num_classes:
             result["eval/accuracy"] = total[2] / samples
@@ -102,9 +103,10 @@ class Evaluator:
         return inputs.float().cpu(), output.softmax(1).cpu(), targets.cpu()
 
     def _slots(self, model: nn.Module, step: int) -> Tensor:
-        """(batches, 4) in the widest type: loss summed over samples, samples, correct, correct within the first TOP."""
+        """(batches, 5) in the widest type: summed loss, samples, correct, correct within the first TOP, what the loss is summed
+        over: samples, or the elements that it counts."""
         lanes, dtype = list(self.lanes) if len(self.lanes) > 1 else [self.device], accelerator.widest(self.device)
-        slots = [torch.zeros(self.batches(), 4, dtype=dtype, device=device) for device in lanes]
+        slots = [torch.zeros(self.batches(), 5, dtype=dtype, device=device) for device in lanes]
         models = nn.parallel.replicate(model, lanes, detach=True) if len(lanes) > 1 else [model]
         mine = range(self.ranks.rank, self.batches(), self.ranks.world_size)
         for k, (i, (inputs, targets)) in enumerate(zip(mine, self.source.batches(self.requests()), strict=True)):
@@ -119,11 +121,12 @@ class Evaluator:
         return sum((part.to(self.device, non_blocking=True) for part in slots[1:]), slots[0])  # each filled in one of them
 
     def _count(self, i: int, slot: Tensor, output: Tensor, targets: Tensor) -> None:
-        """Fill the slot (4,) of batch i."""
-        loss, n = self.criterion(output, targets), len(targets)
+        """Fill the slot (5,) of batch i."""
+        (loss, count, _), n = taken_apart(self.criterion(output, targets)), len(targets)
         loss = loss.to(slot.dtype)
-        slot[0] = loss * n if self.averages else loss
+        slot[0] = loss * n if self.averages and count is None else loss
         slot[1] = n
+        slot[4] = n if count is None else count
         if self.num_classes:
             top = output.topk(min(TOP, output.shape[1]), dim=1).indices
             best = top == targets.unsqueeze(1)

@@ -59,7 +59,7 @@ class CustomModel(Model):
 
 @dataclass(frozen=True)
 class CustomLoss(Loss):
-    """`f(**kwargs)` -> criterion `(output, target) -> scalar`, a mean over the samples.
+    """`f(**kwargs)` -> criterion `(output, target)` -> a mean over the samples, or what given.py says.
 
     It is asked once for each shard, unless it says by `couples = False` that it is a plain mean, so that the shards of a
     forward may be asked for together.
@@ -70,7 +70,9 @@ class CustomLoss(Loss):
     factory: ClassVar[Callable[..., Any]]
 
     def build(self) -> Any:
-        return called("loss", self)
+        from isobatch.loss.elements import by_elements
+
+        return by_elements(called("loss", self))
 
     def couples(self, criterion: Any) -> bool:
         return bool(getattr(criterion, "couples", True))

@@ -26,7 +26,8 @@ def register(group: str, name: str, obj: T | None = None) -> Any:
 
             model: `f(num_classes, in_chans, **kwargs) -> nn.Module`
             data: `f(split, **kwargs)`, split "train" or "eval" -> a dataset: len(), [i] -> (input, target)
-            loss: `f(**kwargs)` -> a criterion: (output, target) -> mean over the samples
+            loss: `f(**kwargs)` -> a criterion: (output, target) -> mean over the samples, or isobatch.Sum(total, count) over
+                elements, or a mapping of `loss` and named numbers, which are logged as train/<name>
             sampler: `f(epoch, n, seed, **kwargs)` -> order of the epoch, a list or tensor of indices below n
 
             whose options are then group.kwargs (conf/<group>/custom.yaml).

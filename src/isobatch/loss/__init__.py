@@ -6,6 +6,7 @@ from isobatch.loss.losses import (
     BinaryCrossEntropy,
     CrossEntropy,
     Distillation,
+    Focal,
     JensenShannon,
     Loss,
     MeanSquaredError,
@@ -20,6 +21,7 @@ __all__ = [
     "BinaryCrossEntropy",
     "CrossEntropy",
     "Distillation",
+    "Focal",
     "JensenShannon",
     "Loss",
     "MeanSquaredError",
@@ -29,6 +31,7 @@ __all__ = [
 
 TABLE: dict[str, Any] = {
     "cross_entropy": CrossEntropy,
+    "focal": Focal,
     "bce": BinaryCrossEntropy,
     "jsd": JensenShannon,
     "distill": Distillation,

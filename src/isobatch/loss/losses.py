@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Loss:
     """What all losses share.
 
-    `build` gives the criterion: (output in fp32, targets) -> 0-d loss; `evaluation` the same without what only training wants.
+    `build` gives the criterion: (output in fp32, targets) -> 0-d loss, or what else a criterion gives (given.py);
+    `evaluation` the same without what only training wants. A `Sum` is weighted by its elements, whatever `averages` says.
     `prepare` may add to what a micro batch brings: it wraps the batch transform (mixup) that comes before it.
     """
 
@@ -53,26 +54,73 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Loss):
-    """Softmax cross entropy on class indices (N,) or class probabilities (N, C) (mixup); logits (N, C)."""
+class Smoothed(Loss):
+    """What losses on classes share: targets that are not quite one class."""
 
-    name: str = "cross_entropy"
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         within("loss.label_smoothing", self.label_smoothing, 0, 1)
 
-    def build(self) -> nn.Module:
-        from torch import nn
 
-        return nn.CrossEntropyLoss(label_smoothing=self.label_smoothing)
+@dataclass(frozen=True)
+class CrossEntropy(Smoothed):
+    """Softmax cross entropy on class indices (N, ...) or probabilities (N, C, ...) (mixup); logits (N, C, ...).
+
+    Pixels, tokens and weighted classes are weighted by elements: what torch's mean over the whole window in one forward gives.
+
+    Args:
+        class_weights: a number per class; null = all alike.
+        ignore_index: the label that is left out. null: -100 among labels of pixels and tokens (torch's default); one label
+            of a whole sample always counts.
+    """
+
+    name: str = "cross_entropy"
+    class_weights: list[float] | None = None
+    ignore_index: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weights("loss.class_weights", self.class_weights)
+
+    def build(self) -> Any:
+        from isobatch.loss.elements import ElementCrossEntropy
+
+        return ElementCrossEntropy(self.class_weights, self.ignore_index, self.label_smoothing)
 
 
 @dataclass(frozen=True)
-class BinaryCrossEntropy(CrossEntropy):
-    """timm's: every class for itself (Wightman et al. 2021); class indices (N,) or probabilities (N, C), logits (N, C).
+class Focal(CrossEntropy):
+    """(1 - p)^gamma * cross entropy, p the probability of the right class (Lin et al. 2017); as cross_entropy otherwise.
 
     Args:
+        gamma: how much less what is known well counts; 0 = cross entropy.
+    """
+
+    name: str = "focal"
+    gamma: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("loss.gamma", self.gamma, 0, 100)
+        if self.label_smoothing:
+            raise ConfigError("loss.label_smoothing", self.label_smoothing, "focal looks at the probability of one class",
+                              "set loss.label_smoothing=0")  # fmt: skip
+
+    def build(self) -> Any:
+        from isobatch.loss.elements import FocalLoss
+
+        return FocalLoss(self.class_weights, self.ignore_index, self.gamma)
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(Smoothed):
+    """timm's: every class for itself (Wightman et al. 2021); class indices (N,) or probabilities (N, C), logits (N, C).
+
+    Several labels of a sample are a row of zeros and ones (N, C).
+
+    Args:
+        pos_weight: of the ones beside the zeros, a number or one per class; null = 1.
         target_threshold: targets above it count as 1, the others as 0 (null: as they are); for mixup.
         sum_classes: sum over the classes instead of their mean.
     """
@@ -80,20 +128,25 @@ class BinaryCrossEntropy(CrossEntropy):
     name: str = "bce"
     target_threshold: float | None = None
     sum_classes: bool = False
+    pos_weight: Any = None
 
     def __post_init__(self) -> None:
+        one = [self.pos_weight] if isinstance(self.pos_weight, int | float) else self.pos_weight
+        check_weights("loss.pos_weight", one)
         within("loss.label_smoothing", self.label_smoothing, 0, 0.999)
         if self.target_threshold is not None:
             within("loss.target_threshold", self.target_threshold, 0, 1)
 
     def build(self) -> nn.Module:
+        from isobatch.loss.elements import OnDevice
         from isobatch.runtime.timm_import import timm
 
-        return timm.loss.BinaryCrossEntropy(self.label_smoothing, self.target_threshold, sum_classes=self.sum_classes)
+        plain = timm.loss.BinaryCrossEntropy(self.label_smoothing, self.target_threshold, sum_classes=self.sum_classes)
+        return plain if self.pos_weight is None else OnDevice(plain, "pos_weight", self.pos_weight)
 
 
 @dataclass(frozen=True)
-class JensenShannon(CrossEntropy):
+class JensenShannon(Smoothed):
     """timm's JsdCrossEntropy (Hendrycks et al. 2019): cross entropy on the sample, and the same answer on views of it.
 
     The views are made on the device, from (seed, step, shard): moved by up to `shift` of the image, and noise added.
@@ -133,7 +186,7 @@ NO_TEACHER: dict[str, Any] = {"arch": None, "pretrained": False, "checkpoint": N
 
 
 @dataclass(frozen=True)
-class Distillation(CrossEntropy):
+class Distillation(Smoothed):
     """(1 - weight) * cross entropy + weight * T^2 * KL(teacher / T || student / T) (Hinton et al. 2015).
 
     Evaluation reports the cross entropy alone, so that runs with and without a teacher compare.
@@ -170,9 +223,11 @@ class Distillation(CrossEntropy):
                               "loss.teacher.checkpoint=<run folder>")  # fmt: skip
 
     def build(self) -> Any:
+        from torch import nn
+
         from isobatch.loss.distill import WithTeacher
 
-        return WithTeacher(super().build(), self.temperature, self.weight)
+        return WithTeacher(nn.CrossEntropyLoss(label_smoothing=self.label_smoothing), self.temperature, self.weight)
 
     def prepare(self, transform: Prepare, teacher: Callable[[dict[str, Any]], nn.Module], precision: Any,
                 device: torch.device, seed: int) -> Prepare:  # fmt: skip
@@ -212,6 +267,15 @@ class OutputSum(Loss):
 
     def build(self) -> Any:
         return _sum
+
+
+def check_weights(key: str, weights: Any) -> None:
+    """Raise ConfigError unless `weights` is null or a list of numbers >= 0, not all of them 0."""
+    if weights is None:
+        return
+    numbers = isinstance(weights, list) and all(isinstance(w, int | float) and not isinstance(w, bool) for w in weights)
+    if not numbers or any(not 0 <= w < 1e30 for w in weights) or not any(weights):
+        raise ConfigError(key, weights, "is no list of weights >= 0, of which one is above 0", f"set {key}=[1.0, 2.5], or null")
 
 
 def _mean(output: Any, target: Any) -> Any:

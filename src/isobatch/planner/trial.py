@@ -21,6 +21,7 @@ from isobatch.data.device import ToDevice
 from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Request, Samples
 from isobatch.errors import JobFailed
+from isobatch.given import mean_of
 from isobatch.planner.cost import Measured
 from isobatch.planner.estimate import Saved, saved_tensors
 from isobatch.precision.masters import to_fp32
@@ -157,7 +158,7 @@ class Trial:
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.config.precision.autocast(self.device):
             output = self.working.module(inputs)
-        loss: Tensor = self.scaler.scale(self.criterion(to_fp32(output), targets))
+        loss: Tensor = self.scaler.scale(mean_of(self.criterion(to_fp32(output), targets)))
         return loss
 
     def _clear(self) -> None:

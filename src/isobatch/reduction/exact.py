@@ -57,6 +57,7 @@ def build(options: Exact, working: WorkingCopy, strategy: Any, plan: BatchPlan, 
 class ExactReducer:
     """Sums of gradients, losses and buffers over a window's shards; see the module's docstring."""
 
+    empty = False
     loss_factor = 1.0  # a shard's loss is weighted by its samples already: the window's gradient is the plain sum
 
     def __init__(self, options: Exact, working: WorkingCopy, strategy: Any, plan: BatchPlan, ranks: Ranks,
@@ -215,6 +216,9 @@ class ExactReducer:
     def window_loss(self) -> Tensor:
         """Mean loss of the window, 0-d (a collective): every shard has a place of its own, all others add zero."""
         return self.ranks.all_reduce(self.losses.clone()).sum()
+
+    def named(self) -> dict[str, float]:
+        return {}
 
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
         """Take what a shard's forward made of the running statistics, `flat` (n,)."""

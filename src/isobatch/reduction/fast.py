@@ -21,6 +21,7 @@ class FastReducer:
     """A Reducer (protocol.py) that leaves the sums to the strategy's wrapper."""
 
     replays = False  # a window is never run twice, so its batches need not be kept
+    empty = False
 
     def __init__(self, module: nn.Module, strategy: Single, plan: BatchPlan, ranks: Ranks, device: torch.device):
         self.strategy, self.ranks = strategy, ranks
@@ -63,6 +64,9 @@ class FastReducer:
         wide = widest(self.device)
         loss = torch.zeros((), dtype=wide, device=self.device) if self.loss is None else self.loss.to(wide)
         return self.ranks.all_reduce(loss)
+
+    def named(self) -> dict[str, float]:
+        return {}
 
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
         """Take what the forward made of the running statistics, `flat` (n,): the mean over the micro batch's shards."""

@@ -24,10 +24,14 @@ class Reducer(Protocol):
 
     Attributes:
         module: what the forward goes through. loss_factor: what the loss is multiplied with before backward.
+        empty: the window that was finished holds nothing to learn from, on no rank (see elements.py).
     """
 
     module: nn.Module
     loss_factor: float
+
+    @property
+    def empty(self) -> bool: ...
 
     @property
     def replays(self) -> bool:
@@ -52,6 +56,9 @@ class Reducer(Protocol):
 
     def window_loss(self) -> Tensor:
         """Mean loss of the window over all ranks, 0-d. A collective: every rank has to ask."""
+
+    def named(self) -> dict[str, float]:
+        """The window's mean of each number that the loss named beside itself. A collective."""
 
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
         """Take what the forward made of the running statistics, `flat` (n,): the mean over the micro batch's shards."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isobatch.errors import JobFailed
+from isobatch.given import together
 from isobatch.shards.layout import Lanes
 
 Prepare = Callable[..., tuple[Tensor, Any]]
@@ -34,8 +34,7 @@ class EachShard:
         lanes = targets.lanes
         outputs, labels = parts(output, lanes), parts(targets.targets, lanes)
         factors = [size / lanes.samples if self.averages else 1.0 for size in lanes.sizes]
-        losses = [self.criterion(*pair) * factor for *pair, factor in zip(outputs, labels, factors, strict=True)]
-        return torch.stack(losses).sum()
+        return together([self.criterion(*pair) for pair in zip(outputs, labels, strict=True)], factors)
 
 
 def parts(tree: Any, lanes: Lanes) -> list[Any]:

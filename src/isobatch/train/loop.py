@@ -220,6 +220,7 @@ class Loop:
                "train/loss": loss, "train/lr": lr}  # fmt: skip
         if norm is not None:
             row["train/grad_norm"] = norm.item()
+        row |= {f"train/{name}": value for name, value in self.parts.reducer.named().items()}
         row["train/loss_scale"] = state.scaler.get_scale()
         row["train/skipped_steps"] = state.skipped_steps
         return row

@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 
 from isobatch.errors import JobFailed
+from isobatch.given import Given, taken_apart
 from isobatch.precision.masters import to_fp32
+from isobatch.reduction.elements import ByElements
 from isobatch.train.gradients import Gradients
 from isobatch.train.step import Parts, micro_step
 
@@ -63,15 +65,16 @@ class Recorded:
         self.numbers = {name: torch.ones((), device=device) for name in ("weight", "scale")}
         self.said = dict.fromkeys(self.numbers, 1.0)
         self.loss = torch.zeros((), device=device)
+        self.given: Given | None = None
         self.graph = torch.cuda.CUDAGraph()
         self.unchecked = CHECKED
 
-    def load(self, micro: MicroBatch, scale: float) -> None:
+    def load(self, micro: MicroBatch, weight: float, scale: float) -> None:
         """Bring `micro` into the fixed memory."""
         for held, leaf in zip(self.held, tree.tree_flatten((micro.inputs, micro.targets))[0], strict=True):
             if isinstance(held, Tensor):
                 held.copy_(leaf)
-        for name, value in (("weight", micro.weight), ("scale", scale)):
+        for name, value in (("weight", weight), ("scale", scale)):
             if self.said[name] != value:
                 self.numbers[name].fill_(value)
                 self.said[name] = value
@@ -80,7 +83,8 @@ class Recorded:
         """What is recorded: micro_step's forward and backward, on fixed memory."""
         with parts.precision.autocast(parts.device):
             output = parts.reducer.module(self.inputs)
-        loss = parts.criterion(to_fp32(output), self.targets) * self.numbers["weight"]
+        self.given = taken_apart(parts.criterion(to_fp32(output), self.targets))  # of each replay, until the next one
+        loss = self.given.value * self.numbers["weight"]
         self.loss.copy_(loss.detach())
         loss.backward(gradient=self.numbers["scale"].to(loss.dtype))
 
@@ -109,6 +113,9 @@ class MicroSteps:
         if micro.is_first:
             parts.working.zero_grad(state.optimizer)
         self._replay(recorded, state, parts, step, micro)
+        if isinstance(parts.reducer, ByElements) and recorded.given is not None:
+            count, named = tree.tree_map_only(Tensor, Tensor.clone, recorded.given[1:])
+            parts.reducer.note(micro.shards[0], micro.weight, count, named)
         with parts.reducer.shard(micro):
             parts.statistics.leave(micro, parts.reducer)
             parts.reducer.record(micro, recorded.loss.clone())  # the next replay writes there
@@ -117,7 +124,8 @@ class MicroSteps:
     def _replay(self, recorded: Recorded, state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> None:
         parts.seed(step, micro.shards)
         parts.statistics.enter()
-        recorded.load(micro, state.scaler.get_scale())
+        weight = parts.reducer.factor(micro.weight) if isinstance(parts.reducer, ByElements) else micro.weight
+        recorded.load(micro, weight, state.scaler.get_scale())
         recorded.graph.replay()
 
     def _record(self, parts: Parts, step: int, micro: MicroBatch) -> Recorded:

@@ -20,6 +20,7 @@ from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Samples
 from isobatch.errors import ConfigError
+from isobatch.given import Given, Sum, taken_apart
 from isobatch.parallel.unused import unnoticed
 from isobatch.planner.trial import is_out_of_memory
 from isobatch.precision.masters import to_fp32
@@ -29,6 +30,7 @@ from isobatch.shards.layout import Lanes
 log = logging.getLogger("isobatch")
 
 IGNORED = -100  # the class number that torch's losses leave out
+SAMPLES = 2  # of the training's forward
 SLOW_S = 60.0  # what takes longer is said, so that nobody takes it for a hang
 
 
@@ -37,7 +39,11 @@ class Rehearsal:
     Args:
         module: what the forward runs on, on its device.
         model: options of group model, to name a setting. precision, device, channels_last: as the training has them.
+    Attributes:
+        given: what the training's loss gave for SAMPLES samples; None = there was none.
     """
+
+    given: Given | None = None
 
     def __init__(self, module: nn.Module, model: Any, splits: Splits, precision: Any, device: torch.device,
                  channels_last: bool, seed: int):  # fmt: skip
@@ -52,10 +58,10 @@ class Rehearsal:
         """
         started, modes = time.monotonic(), [(m, m.training) for m in self.module.modules()]
         for which, split in (("training", self.splits.train), ("evaluation", self.splits.eval)):
-            self._labels(which, split)
+            self._labels(which, split, getattr(criterion, "ignore_index", IGNORED))
         try:
             if trains:
-                self._forward("training", self.splits.train, 2, self.precision.autocast, criterion, prepare)
+                self._forward("training", self.splits.train, SAMPLES, self.precision.autocast, criterion, prepare)
             self.module.eval()
             drew = self._forward("evaluation", self.splits.eval, 1, self.precision.evaluation, evaluation, None)
         finally:
@@ -65,21 +71,26 @@ class Rehearsal:
             log.info("the two forwards before training took %.0f s", seconds)
         return ["the model draws random numbers in evaluation: they come from (seed, step, batch)"] if drew else []
 
-    def _labels(self, which: str, split: Split) -> None:
-        """All labels at once, where a data set has them at hand."""
+    def _labels(self, which: str, split: Split, ignored: int | None) -> None:
+        """All labels at once, where a data set has them at hand. `ignored`: the one that the loss leaves out."""
         classes = self.splits.info.num_classes
         if not classes or split.targets == split._scan_targets:
             return
         labels = split.targets()
         if labels.ndim != 1 or labels.is_floating_point() or not len(labels):
             return
-        wrong = ((labels < 0) | (labels >= classes)) & (labels != IGNORED)
+        wrong = ((labels < 0) | (labels >= classes))
+        if ignored is not None:
+            wrong &= labels != ignored
         if bool(wrong.any()):
             index = int(wrong.nonzero()[0, 0])
             self._refuse_label(which, split, index, int(labels[index]))
 
     def _refuse_label(self, which: str, split: Split, index: int, label: int) -> None:
         classes = self.splits.info.num_classes
+        if label == IGNORED:
+            raise ConfigError("loss.ignore_index", None, f"{split.describe(index)} of the {which} split has the label {label}",
+                              f"set loss.ignore_index={label} to leave such samples out")  # fmt: skip
         raise ConfigError("data.name", self.splits.info.name, f"{split.describe(index)} of the {which} split has the label "
                           f"{label}, and the classes are 0 to {classes - 1}",
                           "number the classes from 0, or set data.num_classes")  # fmt: skip
@@ -102,13 +113,28 @@ class Rehearsal:
                     raise self._unfit_input(which, split, inputs, error) from error
                 drew = not torch.equal(before, torch.get_rng_state())
                 try:
-                    loss = criterion(output, targets)
+                    given = taken_apart(criterion(output, targets))
                 except Exception as error:
                     raise self._unfit_output(which, split, output, targets, error) from error
-        if not isinstance(loss, Tensor) or loss.ndim:
-            raise ConfigError("loss.name", type(criterion).__name__, f"gives {_form(loss)}, and a loss is one number",
-                              "return the mean over the samples")  # fmt: skip
+        self._check(criterion, given)
+        if which == "training":
+            self.given = given
         return drew
+
+    def _check(self, criterion: Any, given: Given) -> None:
+        """What a criterion gives are single numbers, and a count counts."""
+        name = type(criterion).__name__
+        if not isinstance(given.value, Tensor) or given.value.ndim:
+            raise ConfigError("loss.name", name, f"gives {_form(given.value)}, and a loss is one number",
+                              "return the mean over the samples, or isobatch.Sum(total, count)")  # fmt: skip
+        for key, value in (("count", given.elements), *given.named.items()):
+            for part in (value.total, value.count) if isinstance(value, Sum) else (value,):
+                single = part.ndim == 0 if isinstance(part, Tensor) else isinstance(part, int | float)
+                if part is not None and not single:
+                    raise ConfigError("loss.name", name, f"gives {_form(part)} as {key}, which is no single number",
+                                      "return numbers, or tensors without a dimension")  # fmt: skip
+        if given.elements is not None and not float(given.elements) >= 0:
+            raise ConfigError("loss.name", name, f"gives a Sum over {float(given.elements):g} elements", "count them from 0 on")
 
     def _unfit_input(self, which: str, split: Split, inputs: Tensor, error: Exception) -> Exception:
         if is_out_of_memory(error):

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Criterion(Protocol):
-    """(output in fp32, targets) -> 0-d loss, or timm's modules and the user's functions of that kind."""
+    """(output in fp32, targets) -> 0-d loss, or what else given.py knows; timm's modules, users' functions."""
 
-    def __call__(self, output: Any, targets: Any, /) -> Tensor: ...
+    def __call__(self, output: Any, targets: Any, /) -> Any: ...
 
 
 def micro_step(state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> Tensor:
@@ -34,13 +34,23 @@ def micro_step(state: TrainState, parts: Parts, step: int, micro: MicroBatch) ->
     with parts.apart(step, micro), parts.reducer.shard(micro):
         with parts.precision.autocast(parts.device):
             output = parts.reducer.module(micro.inputs)
-        loss = times(parts.criterion(to_fp32(output), micro.targets), micro.weight)
+        loss = parts.weigh(parts.criterion(to_fp32(output), micro.targets), micro.weight, micro.shards[0])
         parts.statistics.leave(micro, parts.reducer)  # before backward: checkpointing runs the forward again in there
         parts.reducer.record(micro, loss)
         if micro.is_first:
             parts.working.zero_grad(state.optimizer)  # this late: gradients and activations never coexist idly
         state.scaler.scale(times(loss, parts.reducer.loss_factor)).backward()
     return loss.detach()
+
+
+def times(loss: Tensor, factor: float) -> Tensor:
+    """loss * factor, without the two kernels that a factor of 1 would cost."""
+    return loss if factor == 1.0 else loss * factor
+
+
+def mean(loss: Tensor, weight: float, shard: int) -> Tensor:
+    """A criterion's result as its part of the window's loss: that of a mean over samples."""
+    return times(loss, weight)
 
 
 @dataclass(slots=True)
@@ -56,6 +66,7 @@ class Parts:
     device: torch.device
     apart: Callable[[int, MicroBatch], AbstractContextManager[None]] = lambda step, micro: nullcontext()
     micro_step: Callable[..., Tensor] = micro_step
+    weigh: Callable[[Any, float, int], Tensor] = mean
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
 
@@ -71,6 +82,9 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
         if reducer.finish():  # now every rank holds the mean gradient over exactly the window's samples
             break
         statistics.rollback()
+    if reducer.empty:
+        statistics.rollback()
+        return False, None
 
     parts.working.pull_gradients()
     scaler.unscale_(optimizer)  # once per window, before clipping: the norm is that of the true gradient
@@ -87,8 +101,3 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
     else:
         statistics.rollback()
     return applied, norm
-
-
-def times(loss: Tensor, factor: float) -> Tensor:
-    """loss * factor, without the two kernels that a factor of 1 would cost."""
-    return loss if factor == 1.0 else loss * factor
