@@ -143,10 +143,10 @@ def test_what_python_decides_is_noticed(graphs: list[Graph], tmp_path: Path, mon
 def test_the_comparison_finds_a_broken_recording(graphs: Any, tmp_path: Path, monkeypatch: Any, broken: str) -> None:
     """Each thing that has to be kept in place, once not kept."""
     if broken == "inputs":
-        monkeypatch.setattr(recording.Recorded, "load", lambda self, micro, scale: None)
+        monkeypatch.setattr(recording.Recorded, "load", lambda self, micro, weight, scale: None)
     elif broken == "scale":
         original = recording.Recorded.load
-        monkeypatch.setattr(recording.Recorded, "load", lambda self, micro, scale: original(self, micro, 2.0))
+        monkeypatch.setattr(recording.Recorded, "load", lambda self, micro, weight, scale: original(self, micro, weight, 2.0))
     else:
         monkeypatch.setattr(recording.MicroSteps, "_replay", lambda *_: None)
     with pytest.raises(JobFailed, match="replaying a micro step gave something else than running it"):
