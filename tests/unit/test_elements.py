@@ -67,7 +67,8 @@ WORDS = ("logger=none", "threads=1", "scheduler=constant", "data=custom", "data.
          "data.num_workers=0", "model=custom", "model.name=test_tokens", "optimizer=sgd", "optimizer.lr=0.1",
          "optimizer.momentum=0", "optimizer.weight_decay=0", "epochs=null", "steps=3", "eval_every=3", "log_every=1",
          "batch.effective=9", "checkpoint=none", "sampler=sequential")  # fmt: skip
-PLANS = {"single": (1, "batch.micro=2"), "dp": (1, "parallel=dp", "parallel.replicas=2", "batch.micro=2"),
+PLANS = {"single": (1, "batch.micro=2"), "together": (1, "batch.shard=2", "batch.micro=6"),
+         "dp": (1, "parallel=dp", "parallel.replicas=2", "batch.micro=2"),
          "ddp2": (2, "parallel=ddp", "batch.micro=2"), "ddp3": (3, "parallel=ddp", "batch.micro=3"),
          "ddp4": (4, "parallel=ddp", "batch.micro=2")}  # fmt: skip
 
@@ -128,7 +129,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(model.TABLE, "test_tokens", type("T", (model.TABLE["test_tokens"],), {"factory": staticmethod(build)}))
 
 
-@pytest.mark.parametrize("plan", ["single", "dp", "ddp4", *(pytest.param(p, marks=pytest.mark.slow) for p in ("ddp2", "ddp3"))])
+@pytest.mark.parametrize("plan", ["single", "together", "ddp4",
+                                  *(pytest.param(p, marks=pytest.mark.slow) for p in ("dp", "ddp2", "ddp3"))])  # fmt: skip
 @pytest.mark.parametrize("which", [pytest.param("padded", marks=pytest.mark.slow), "weights"])
 def test_fast_is_the_window_in_one_forward(tmp_path: Path, start: None, plan: str, which: str) -> None:
     words, criterion = TORCHS[which]
