@@ -47,7 +47,7 @@ from isobatch.shards.side_by_side import SideBySide
 from isobatch.tasks import Work
 from isobatch.train import batch_norm, graph
 from isobatch.train.loop import Loop
-from isobatch.train.rehearsal import SAMPLES, Rehearsal
+from isobatch.train.rehearsal import SAMPLES, rehearse
 from isobatch.train.state import TrainState
 from isobatch.train.step import Parts, mean
 
@@ -183,9 +183,7 @@ class Run:
             lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
         )  # fmt: skip
         # while the weights are whole: where they are spread, a forward is a collective
-        rehearsal = Rehearsal(working.module, config.model, splits, config.precision, device, channels_last, config.seed)
-        for line in rehearsal.run(config.loss.build(), config.loss.evaluation(), prepare, self.task.trains):
-            log.info("%s", line)
+        given = rehearse(config, working.module, splits, device, channels_last, prepare, self.task.trains)
         config.parallel.shard(model, average and average.module, config.precision, ranks, device,
                               lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
         optimizer = config.optimizer.build(model, plan.batch.effective)
@@ -196,7 +194,7 @@ class Run:
         plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, at_once=sharing.at_once))
         working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks, device)
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
-        reducer = elements.in_front_of(reducer, rehearsal.given, SAMPLES, plan.batch, ranks, device)
+        reducer = elements.in_front_of(reducer, given, SAMPLES, plan.batch, ranks, device)
         schedule = Schedule(config.scheduler, total, plan.windows_per_epoch)
         schedule.check(splits.info.num_classes, average is not None)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,

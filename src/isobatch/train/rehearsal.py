@@ -158,6 +158,15 @@ class Rehearsal:
                            "return one tensor of class scores and class numbers (int64), or set a loss for them")  # fmt: skip
 
 
+def rehearse(config: Any, module: nn.Module, splits: Splits, device: torch.device, channels_last: bool,
+             prepare: Callable[..., Any] | None, trains: bool) -> Given | None:  # fmt: skip
+    """Both forwards of `config`'s model and loss (see Rehearsal), and what the training's loss gave."""
+    rehearsal = Rehearsal(module, config.model, splits, config.precision, device, channels_last, config.seed)
+    for line in rehearsal.run(config.loss.build(), config.loss.evaluation(), prepare, trains):
+        log.info("%s", line)
+    return rehearsal.given
+
+
 def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
