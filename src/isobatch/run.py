@@ -64,9 +64,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
     """
     config = configuration.load(plain)
     task = tasks.of(config)
-    if task.built == "nothing":
-        if ranks.is_main:
-            task.alone(config, run_dir)
+    if task.without_run(config, run_dir, ranks):
         return None
     run = Run(task.settled(config, ranks), run_dir, ranks)
     try:
@@ -111,7 +109,7 @@ class Run:
         self.device = device = choose_device(ranks, config.device)
         self.resume = Resume(config, self.run_dir, ranks)  # refuses before the folder's config is replaced
         precision = self.resume.precision(device).settled(config.parallel.lane_devices(device), ranks)
-        self.config = config = dataclasses.replace(config, precision=precision)
+        self.config = config = dataclasses.replace(config, precision=precision, data=self.resume.data())
         self.files.config(configuration.to_yaml(config.plain))
         if ranks.is_main and self.task.logs:
             self.logger = config.logger.build(RunInfo(self.run_dir, config.plain, trains=self.task.trains))
@@ -119,13 +117,14 @@ class Run:
         splits: Splits = config.data.load(config.augment.sample_transform(config.data), config.seed)
         self.data_info = splits.info
         seed_everything(config.seed)  # the weights are drawn next, from the seed alone
-        model = self.resume.model().build(splits.info)
+        model = self.resume.model(splits.info).build(splits.info)
         freezing.freeze(model, getattr(config.model, "freeze", ()))
         chosen = self.choose_batch(model, splits)
         batch = chosen.batch
         order_size = config.sampler.order_size(len(splits.train))
         plan = BatchPlan(batch, order_size, config.sampler.tail)
-        batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
+        if self.resume.saved is not None or not self.resume.uses_weights:  # else nothing is normalised by shards
+            batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
         if looks_ahead := self.task.trains or self.task.built == "plan":
             graph.check(config, batch.accumulation_steps, device)
         total = config.steps or config.epochs * plan.windows_per_epoch  # type: ignore[operator]

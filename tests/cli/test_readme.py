@@ -26,6 +26,7 @@ ADDED = {
     "hydra.run.dir=runs/first": "model=mlp logger=none",
     "resume=runs/first epochs": "",
     "task=evaluate": "",
+    "task=predict": "",
     "task=plan": "",
     "experiment=article": "",
     "reduction=exact sweep": "steps=2 model=mlp",
@@ -81,7 +82,7 @@ pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on 
 # many ranks or many jobs: their parts have small tests of their own, so these run in `make test-all`
 LONG = ("experiment=article", "reduction=exact batch.micro=8", "task=plan", "sweep.tolerance=0", "experiment=strategies",
         "experiment=equivalence", "parallel=fsdp", "experiment=digits", "experiment=finetune", "torchrun --nproc_per_node=2",
-        "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=export", "task=replay",
+        "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=predict", "task=export", "task=replay",
         "resume=runs/first epochs")  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from harness import plain
 
 from isobatch import tasks
 from isobatch.config import TABLES, BatchOptions, Settings, SweepOptions, load
-from isobatch.config.schema import CostOptions, ReplayOptions
+from isobatch.config.schema import CostOptions, PredictOptions, ReplayOptions
 from isobatch.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -83,7 +83,7 @@ def test_an_experiment_takes_any_plan(experiment: str, plan: str) -> None:
         (["steps=10", "epochs=3"], "steps", "set only steps=10, or only epochs=3"),
         (["epochs=null"], "steps", "exactly one of steps and epochs=null has to be null; set only steps=1000, or"),
         (["epochs=0"], "epochs", "positive"),
-        (["task=fly"], "task", "train, evaluate, export, plan"),
+        (["task=fly"], "task", "train, evaluate, predict, export, plan"),
         (["task=evaluate"], "resume", "needs a run"),
         (["seed=-1"], "seed", "2^63"),
         (["optimizer.lr=fast"], "optimizer.lr", "is no number"),
@@ -125,9 +125,10 @@ def test_a_wrong_value_gets_one_line_with_key_value_and_way_out(overrides: list[
 def test_the_top_level_defaults_are_those_of_the_file() -> None:
     written = plain()
     for field in dataclasses.fields(Settings):
-        if field.name not in ("batch", "sweep", "cost", "replay"):
+        if field.name not in ("batch", "sweep", "cost", "replay", "predict"):
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             assert written[field.name] == default, field.name
-    for name, options in (("batch", BatchOptions), ("sweep", SweepOptions), ("cost", CostOptions)):
+    known = {"batch": BatchOptions, "sweep": SweepOptions, "cost": CostOptions, "predict": PredictOptions}
+    for name, options in known.items():
         assert written[name] == dataclasses.asdict(options()), name
     assert list(written["replay"].values()) == list(dataclasses.asdict(ReplayOptions()).values())  # `from` is called `start`

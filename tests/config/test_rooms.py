@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "isobatch"
 MODULES = sorted(SRC.rglob("*.py"))
 GROUPS = ("parallel", "precision", "sampler", "accumulation", "reduction", "data", "augment", "model", "loss", "optimizer",
-          "scheduler", "ema", "stop", "checkpoint", "logger")  # fmt: skip
+          "scheduler", "ema", "stop", "checkpoint", "logger", "writer")  # fmt: skip
 
 
 def room(path: Path) -> str:
@@ -79,6 +79,7 @@ def test_the_step_is_on_one_screen_and_knows_no_strategy() -> None:
         ("matplotlib", {"report", "evaluate"}),
         ("rich", {"console", "report"}),
         ("sklearn", {"data"}),
+        ("pyarrow", {"writer"}),
         ("pickle", set()),
     ],
 )  # fmt: skip
@@ -179,11 +180,11 @@ def test_what_a_task_is_like_stands_in_its_class_alone() -> None:
         and any(isinstance(side, ast.Attribute) and side.attr == "task" for side in (node.left, *node.comparators))
     ]
     assert compared == []
-    assert list(TABLE) == ["train", "evaluate", "export", "plan", "replay"]
+    assert list(TABLE) == ["train", "evaluate", "predict", "export", "plan", "replay"]
     for name, task in TABLE.items():
-        assert task.name == name and task.built in ("nothing", "plan", "loop")
-        own = {"nothing": "alone", "plan": None, "loop": "perform"}[task.built]
-        assert {m for m in ("alone", "perform") if m in vars(type(task))} == ({own} if own else set())
+        assert task.name == name and task.built in ("nothing", "model", "plan", "loop")
+        own = {"nothing": "alone", "model": "apply", "plan": None, "loop": "perform"}[task.built]
+        assert {m for m in ("alone", "apply", "perform") if m in vars(type(task))} == ({own} if own else set())
 
 
 def test_every_group_has_a_module_a_folder_and_a_table() -> None:
@@ -201,7 +202,8 @@ def test_every_group_has_a_module_a_folder_and_a_table() -> None:
 
 def test_help_and_a_refusal_import_neither_torch_nor_anything_heavy() -> None:
     heavy = "torch", "timm", "wandb", "matplotlib", "torchvision", "sklearn", "rich", "numpy"
-    code = f"import isobatch.cli, sys; print([m for m in {heavy} if m in sys.modules])"
+    ours = "import isobatch, sys; isobatch.train, isobatch.load, isobatch.read; import isobatch.cli.command"
+    code = f"{ours}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.strip() == "[]"
 

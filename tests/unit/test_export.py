@@ -19,6 +19,7 @@ import isobatch
 from isobatch import checkpoint
 from isobatch.checkpoint import Saved
 from isobatch.errors import ConfigError
+from isobatch.resume import rebuild
 from isobatch.tasks import exporting as export
 
 SHORT = ("logger=none", "threads=1", "epochs=null", "steps=3", "batch.effective=16", "scheduler=constant")
@@ -127,7 +128,7 @@ def test_without_onnx_one_line_and_a_file_that_answers_otherwise_is_refused(
 def test_a_checkpoint_cannot_ask_for_more_than_a_sample(shape: Any) -> None:
     saved = Saved(Path("run/checkpoints/last"), 1, {"plan": {"input_shape": shape, "num_classes": 3}})
     with pytest.raises(ConfigError, match="nothing sound"):
-        export.data_info(saved)
+        rebuild.data_info(saved)
 
 
 def test_what_timm_would_guess_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ class Simple(NoAugment):
             raise ConfigError("augment.name", self.name, f"works on images of 1 or 3 channels, not {channels}",
                               "set augment=simple")  # fmt: skip
         files = hasattr(data, "decode")
+        data = data.settled({}) if files else data
         mean, std = data.normalization() if files else ((0.5,), (0.25,))
         crop = ("resized" if files else "pad") if self.crop == "auto" else self.crop
         return SampleTransform(

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from isobatch.batch_plan import resolve_batch
 from isobatch.checks import complaint, way_to_option
-from isobatch.config.schema import BatchOptions, Config, CostOptions, ReplayOptions, Settings, SweepOptions
+from isobatch.config.schema import BatchOptions, Config, CostOptions, PredictOptions, ReplayOptions, Settings, SweepOptions
 from isobatch.config.tables import TABLES
 from isobatch.errors import ConfigError
 
@@ -41,10 +41,11 @@ def load(plain: Mapping[str, Any]) -> Config:
     cost = typed(CostOptions, scalars.pop("cost", {}), "cost.")
     again = {"start" if key == "from" else key: value for key, value in scalars.pop("replay", {}).items()}
     replay = typed(ReplayOptions, again, "replay.")
+    predict = typed(PredictOptions, scalars.pop("predict", {}), "predict.")
     settings = typed(Settings, scalars, "")
     groups = {group: options(group, plain.get(group)) for group in TABLES}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
-    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay}
+    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay, "predict": predict}
     values["plain"] = in_types(plain, {**values, **groups})
     config = Config(**{**values, **groups})
     check_together(config)

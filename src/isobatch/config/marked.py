@@ -41,7 +41,8 @@ def options(plain: Mapping[str, Any]) -> Iterator[tuple[str, Any, Marks]]:
 
 def paths() -> dict[str, str]:
     """Dotted key -> `file` or `maybe` of everything that any choice takes as a path."""
-    found = {key: own.path for key, own in top_level().items()}
+    found = {key: own.path for key, own in top_level().items() if isinstance(own.path, str)}
+    found |= {f"{key}.{inner}": "file" for key, own in top_level().items() if isinstance(own.path, tuple) for inner in own.path}
     for group, table in TABLES.items():
         for cls in table.values():
             for option, own in marks.options(cls, MARKS[group]):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from isobatch.sampler import Sampler
     from isobatch.scheduler import Factors
     from isobatch.stop import StopOptions
+    from isobatch.writer import WriterOptions
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,24 @@ class ReplayOptions:
 
 
 @dataclass(frozen=True)
+class PredictOptions:
+    """What `task=predict` answers.
+
+    Args:
+        path: a folder of images (also deeper below it), an image, a csv with a column of paths relative to its own folder,
+            a tar or `photos-*.tar`; null = the data set's evaluation samples, without their labels.
+        column: of the csv. top: classes per sample, the most probable first.
+    """
+
+    path: str | None = None
+    column: str = "path"
+    top: int = 5
+
+    def __post_init__(self) -> None:
+        positive("predict.top", self.top)
+
+
+@dataclass(frozen=True)
 class Settings:
     """The top-level keys that are no group."""
 
@@ -121,6 +140,7 @@ class Settings:
     sweep: Any = option(None, resume="free")
     cost: Any = option(None, resume="free")
     replay: Any = option(None, resume="free")
+    predict: Any = option(None, resume="free", path=("path",))
     max_grad_norm: float | None = option(None, resume="contract")
     log_every: int = option(10, resume="free")
     eval_every: int | None = option(None, resume="free")
@@ -177,4 +197,5 @@ class Config(Settings):
     stop: StopOptions
     checkpoint: NoCheckpoint
     logger: LoggerOptions
+    writer: WriterOptions
     plain: dict[str, Any] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from isobatch import (
     sampler,
     scheduler,
     stop,
+    writer,
 )
 from isobatch.marks import Marks
 
@@ -39,6 +40,7 @@ _MODULES = {
     "stop": stop,
     "checkpoint": checkpoint,
     "logger": logger,
+    "writer": writer,
 }
 GROUPS = tuple(_MODULES)
 TABLES: dict[str, dict[str, Any]] = {group: module.TABLE for group, module in _MODULES.items()}

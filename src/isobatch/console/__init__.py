@@ -31,6 +31,12 @@ class Console:
     def step(self, row: Mapping[str, Any]) -> None:
         """A logged step."""
 
+    def counted(self, done: int) -> None:
+        """Of a task that goes through samples without training: so many are done."""
+
+    def say(self, *lines: str) -> None:
+        """Lines for a person, as they are."""
+
     def evaluation(self, row: Mapping[str, Any], improved: Sequence[str] = ()) -> None:
         """An evaluation; `improved` are the metrics that were never better."""
 

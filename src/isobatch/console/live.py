@@ -35,6 +35,7 @@ class LiveConsole(Console):
         self.row: Mapping[str, Any] = {}
         self._pace = Pace(total_steps)
         self._out = RichConsole(highlight=False)
+        self.noun = ""  # what is counted, where it is no steps
         self._live: Live | None = None
         self._handlers: list[tuple[Any, Any]] = []
 
@@ -76,6 +77,14 @@ class LiveConsole(Console):
 
     def step(self, row: Mapping[str, Any]) -> None:
         self.row = row
+
+    def counted(self, done: int) -> None:
+        self.now, self.noun = done, "samples"
+
+    def say(self, *lines: str) -> None:
+        for line in lines:
+            self._out.print(Text(f"  {relative(line)}"), soft_wrap=True)
+        to_log(lines)
 
     def evaluation(self, row: Mapping[str, Any], improved: Sequence[str] = ()) -> None:
         line = Text()
@@ -121,7 +130,7 @@ class LiveConsole(Console):
     def __rich__(self) -> Text:
         """The bar and what fits beside it."""
         now, step = time.monotonic(), min(self.now, self.total)
-        head = f"  epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}  "
+        head = f"  {self.noun or f'epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}'}  "
         parts = {"count": f"{step:,}/{self.total:,}", **progress(self.row), "left": self._pace.left(step, now)}
         for least in ("skipped", "scale", "lr", "count", "rate"):  # what a narrow terminal can do without
             room = self._out.width - len(head) - sum(len(part) + 2 for part in parts.values() if part) - 1

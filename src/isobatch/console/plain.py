@@ -56,6 +56,14 @@ class PlainConsole(Console):
         parts = [head, *progress(row).values(), self._pace.left(step, now) if step < self.total else ""]
         self.say(", ".join(part for part in parts if part))
 
+    def counted(self, done: int) -> None:
+        now = time.monotonic()
+        self._said = self._said or now
+        if now - self._said >= QUIET_S or done == self.total:
+            self._said = now
+            left = self._pace.left(done, now) if done < self.total else ""
+            self.say(", ".join(part for part in (f"{done:,} of {self.total:,} samples", left) if part))
+
     def evaluation(self, row: Mapping[str, Any], improved: Sequence[str] = ()) -> None:
         self.say(evaluation_line(row, improved))
 

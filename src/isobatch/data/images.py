@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from isobatch.checks import choice, positive, within
 from isobatch.data.base import DataInfo, Reading, Split, Splits
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_SIDE = 65535  # of a JPEG
+USUAL = {"image_size": 224, "crop_pct": 0.875, "interpolation": "bilinear"}  # where neither a person nor weights say otherwise
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
@@ -32,6 +33,7 @@ class LabelledImages(ABC):
 
         from isobatch import pixels
 
+        options = options.settled({})
         self.labels = numpy.asarray(labels, dtype=numpy.int64)  # not a tensor: reading one number of it costs 20 times more
         self.options, self.transform, self.size = options, transform, options.image_size
         black, white = options.pixel_range or (None, None)
@@ -64,6 +66,8 @@ class LabelledImages(ABC):
 class ImageOptions(Reading):
     """What all datasets of encoded images share.
 
+    `image_size`, `crop_pct`, `interpolation`, `mean`, `std`: null = as the model's first weights know images (see `settled`).
+
     Args:
         image_size: side in pixels that the model sees. eval_size: in evaluations, for models that take any (null: the same).
         crop_pct: share of the shorter side that an evaluation looks at.
@@ -73,14 +77,14 @@ class ImageOptions(Reading):
         pixel_range: [black, white] of files with more than 8 bits a channel (null: 16 bits are 0 .. 65535 and floats 0 .. 1;
             32-bit integers have no range of their own and need one).
         max_pixels: of a file that is decoded at all (null: Pillow's 179 million).
-        mean, std: per channel, of pixels in 0 .. 1 (default: ImageNet's).
+        mean, std: per channel, of pixels in 0 .. 1.
         in_chans: 3 (RGB) or 1 (grey).
     """
 
-    image_size: int = 224
+    image_size: int | None = None
     eval_size: int | None = None
-    crop_pct: float = 0.875
-    interpolation: str = "bilinear"
+    crop_pct: float | None = None
+    interpolation: str | None = None
     decode: str = "fast"
     exif: str = "apply"
     pixel_range: list[float] | None = None
@@ -92,10 +96,10 @@ class ImageOptions(Reading):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within("data.image_size", self.image_size, 1, LARGEST_SIDE)
+        within("data.image_size", 1 if self.image_size is None else self.image_size, 1, LARGEST_SIDE)
         within("data.eval_size", 1 if self.eval_size is None else self.eval_size, 1, LARGEST_SIDE)
-        within("data.crop_pct", self.crop_pct, 0.01, 1)
-        choice("data.interpolation", self.interpolation, ("bilinear", "bicubic"))
+        within("data.crop_pct", 1 if self.crop_pct is None else self.crop_pct, 0.01, 1)
+        choice("data.interpolation", self.interpolation, (None, "bilinear", "bicubic"))
         choice("data.decode", self.decode, ("fast", "full"))
         choice("data.in_chans", self.in_chans, (1, 3))
         choice("data.exif", self.exif, ("apply", "ignore"))
@@ -108,8 +112,24 @@ class ImageOptions(Reading):
             value = getattr(self, key)
             if value is not None and len(value) != self.in_chans:
                 raise ConfigError(f"data.{key}", value, f"is not one number per channel ({self.in_chans})",
-                                  f"set data.{key}=null for ImageNet's")  # fmt: skip
+                                  f"set data.{key}=null for the weights' own, or ImageNet's")  # fmt: skip
             check_normalization(key, value)
+
+    def settled(self, known: Mapping[str, Any]) -> Self:
+        """These options with what is not stated as `known` says, else as usual; what is stated wins.
+
+        Args:
+            known: of the weights that the model begins with: image_size, eval_size, crop_pct, interpolation, mean, std.
+        """
+        found = {key: value for key, value in {**USUAL, **known}.items() if getattr(self, key) is None}
+        if self.image_size is not None:
+            found.pop("eval_size", None)  # of a size that is not meant
+        for key, other in (("mean", "std"), ("std", "mean")):
+            if getattr(self, other) is not None:  # one of them alone goes with ImageNet's, not with somebody else's
+                found.pop(key, None)
+            elif key in found and len(found[key]) != self.in_chans:
+                found[key] = [sum(found[key]) / len(found[key])] * self.in_chans
+        return replace(self, **found) if found else self
 
     def normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(mean, std); for grey images ImageNet's are averaged over the channels."""
@@ -129,17 +149,18 @@ class ImageOptions(Reading):
         """
         import torch
 
+        options = self.settled({})
         if len(classes) < 2:
             key = next(f"data.{name}" for name in ("root", "path") if hasattr(self, name))
             raise ConfigError(key, getattr(self, key[5:]), f"has the one class {', '.join(classes) or '(none)'} alone, and "
                               "nothing can be told apart", "add samples of a second class")  # fmt: skip
 
         mean, std = self.normalization()
-        shape = (self.in_chans, self.image_size, self.image_size)
+        shape = (self.in_chans, options.image_size, options.image_size)
         info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes),
-                        self.eval_size, self.crop_pct, self.interpolation, tuple(notes))  # fmt: skip
+                        self.eval_size, options.crop_pct, options.interpolation, tuple(notes))  # fmt: skip
 
-        evaluation.size = self.eval_size or self.image_size
+        evaluation.size = self.eval_size or options.image_size
 
         def split(dataset: LabelledImages) -> Split:
             return Split(dataset, targets=lambda: torch.from_numpy(dataset.labels), info=info)

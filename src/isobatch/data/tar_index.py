@@ -28,11 +28,18 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Members:
-    """Which members of a sample are read: `image` and `label` are extensions, null = the first known one that is there."""
+    """Which members of a sample are read: `image` and `label` are extensions, null = the first known one that is there.
+
+    labelled: a sample without a label is refused; else nobody asks for labels.
+    """
 
     image: str | None = None
     label: str | None = None
     label_key: str = "label"  # in a json
+    labelled: bool = True
+
+    def as_kept(self) -> list[Any]:
+        return [self.image, self.label, self.label_key] if self.labelled else [self.image]
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,8 @@ def index_of(tar: Path, key: str, members: Members, cache_dir: str | None) -> Ta
     Raises:
         ConfigError: the tar is cut off, damaged, compressed, or its samples cannot be used.
     """
-    header = {"version": VERSION, **_state(tar), "members": [members.image, members.label, members.label_key]}
-    places = _places(tar, cache_dir)
+    header = {"version": VERSION, **_state(tar), "members": members.as_kept()}
+    places = _places(tar, cache_dir, "" if members.labelled else ".images")
     for place in places:
         kept = _read(place, header)
         if kept is not None:
@@ -77,9 +84,9 @@ def _state(tar: Path) -> dict[str, int]:
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
-def _places(tar: Path, cache_dir: str | None) -> list[Path]:
+def _places(tar: Path, cache_dir: str | None, kind: str = "") -> list[Path]:
     """Where the index may lie, in order: the folder that was asked for, or beside the tar and then the user's cache."""
-    name = f"{tar.name}.index.safetensors"
+    name = f"{tar.name}{kind}.index.safetensors"  # of images alone beside that of labelled ones: neither replaces the other
     cache = Path(cache_dir) if cache_dir else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "isobatch"
     unique = cache / f"{hashlib.sha256(os.path.abspath(tar).encode()).hexdigest()[:16]}-{name}"
     return [unique] if cache_dir else [tar.with_name(name), unique]
@@ -130,6 +137,11 @@ def _chosen(file: BinaryIO, samples: dict[str, dict[str, tuple[int, int, str]]],
         image = next((parts[kind] for kind in images if kind in parts), None)
         if image is None:
             continue  # a note beside the samples
+        if not members.labelled:
+            places.append(image[:2])
+            names.append(image[2])
+            found.append("0")
+            continue
         label = next((kind for kind in labels if kind in parts), None)
         if label is None:
             pickled = next((kind for kind in parts if kind in PICKLED), None)

@@ -158,6 +158,17 @@ class CustomData(Reading):
         return Splits(Split(train, targets=labels_of(train), info=info),
                       Split(evaluation, targets=labels_of(evaluation), info=info), info)  # fmt: skip
 
+    def unlabelled(self, seed: int) -> Split:
+        """The samples of `f("predict", **kwargs)`, for task=predict: inputs alone, or pairs whose labels nobody looks at."""
+        from isobatch.runtime.randomness import isolated_generators, seed_everything, seed_of
+
+        with isolated_generators():
+            seed_everything(seed_of("data", seed, 2))
+            dataset = called("data", self, "predict")
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+            raise ConfigError("data.name", self.name, "its predict split is empty or has no [i]", "return a map-style dataset")
+        return Split(dataset, info=DataInfo(self.name, (self.in_chans or 3, 1, 1)))
+
     def _info(self, dataset: Any) -> DataInfo:
         import torch
 
@@ -227,4 +238,20 @@ def labels_of(dataset: Any) -> Callable[[], Tensor] | None:
     return labels
 
 
-BASES: dict[str, type] = {"model": CustomModel, "data": CustomData, "loss": CustomLoss, "sampler": CustomSampler}
+@dataclass(frozen=True)
+class CustomWriter:
+    """`f(folder, about, **kwargs)` -> a writer of predictions: write(answered) and close() (see writer.Writer)."""
+
+    name: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    factory: ClassVar[Callable[..., Any]]
+
+    def check(self) -> None:
+        """There is nothing to refuse before it is called."""
+
+    def build(self, folder: Any, about: Any) -> Any:
+        return called("writer", self, folder, about)
+
+
+BASES: dict[str, type] = {"model": CustomModel, "data": CustomData, "loss": CustomLoss, "sampler": CustomSampler,
+                          "writer": CustomWriter}  # fmt: skip

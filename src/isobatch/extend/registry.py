@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T", bound=Callable[..., Any])
 
 GROUPS = ("parallel", "precision", "sampler", "accumulation", "reduction", "data", "augment", "model", "loss", "optimizer",
-          "scheduler", "ema", "stop", "checkpoint", "logger")  # fmt: skip
+          "scheduler", "ema", "stop", "checkpoint", "logger", "writer")  # fmt: skip
 _OURS: dict[str, dict[str, Any]] = {}  # the tables as this package filled them
 
 
@@ -29,6 +29,7 @@ def register(group: str, name: str, obj: T | None = None) -> Any:
             loss: `f(**kwargs)` -> a criterion: (output, target) -> mean over the samples, or isobatch.Sum(total, count) over
                 elements, or a mapping of `loss` and named numbers, which are logged as train/<name>
             sampler: `f(epoch, n, seed, **kwargs)` -> order of the epoch, a list or tensor of indices below n
+            writer: `f(folder, about, **kwargs)` -> an object with write(answered) and close() (isobatch/writer.py)
 
             whose options are then group.kwargs (conf/<group>/custom.yaml).
     Returns:

@@ -37,6 +37,11 @@ class Model:
     def __post_init__(self) -> None:
         choice("model.batch_norm", self.batch_norm, BATCH_NORM)
 
+    @property
+    def first_weights(self) -> str | None:
+        """Trained weights that it begins with, in words; None = they are drawn."""
+        return None
+
     def build(self, info: DataInfo) -> nn.Module:
         """The model for this data, on the CPU, its weights drawn from the global generator."""
         raise AssertionError("a model defines build")
@@ -71,6 +76,10 @@ class Timm(Model):
         super().__post_init__()
         within("model.drop_rate", self.drop_rate, 0, 1)
         within("model.drop_path_rate", self.drop_path_rate, 0, 1)
+
+    @property
+    def first_weights(self) -> str | None:
+        return self.checkpoint_path or (f"timm's {self.arch}" if self.pretrained else None)
 
     def build(self, info: DataInfo) -> nn.Module:
         from isobatch.runtime.timm_import import timm

@@ -19,6 +19,8 @@ EARLIER: dict[str, dict[str, Any]] = {
     "ema": {"warmup": False},
     "batch": {"shard": None},  # before it could be stated, a shard was as large as the micro batch
 }
+# options that null leaves to the weights: a run that goes on takes them from itself, so null changes nothing
+OPEN = {"data": ("image_size", "eval_size", "crop_pct", "interpolation", "mean", "std")}
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
             own, old = marked.group_options(key, new.get("name")), {**EARLIER.get(key, {}), **old}
             found += [Difference(f"{key}.{option}", old[option], new[option]) for option in new
                       if option in old and own.get(option, MARKS[key]).resume == "contract"
+                      and not (new[option] is None and option in OPEN.get(key, ()))
                       and not same(old[option], new[option])]  # fmt: skip
     return found
 

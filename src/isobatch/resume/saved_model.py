@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isobatch import checkpoint
-from isobatch.checkpoint.fitting import fitted_weights
 from isobatch.checkpoint.folder import Damaged
 from isobatch.config import options
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
+from isobatch.resume import rebuild
 from isobatch.resume.signature import UNNAMED, Signature, order, other_classes, other_normalization
 
 log = logging.getLogger("isobatch")
@@ -105,11 +105,6 @@ def _from_timm(chosen: dict[str, Any], info: DataInfo) -> nn.Module:
 
 def _from_run(run: str, info: DataInfo) -> nn.Module:
     state = checkpoint.load(Path(run))
-    # the config in a checkpoint names its model through the table, as every config does; it can never name code
-    node = dict(state["config"]["model"])
-    for key, value in (("pretrained", False), ("checkpoint_path", None)):  # all weights come from the checkpoint
-        if key in node:
-            node[key] = value
     knows = Signature.read(state["plan"])
     if knows is None:
         log.warning("loss.teacher: %s", UNNAMED.format(run))
@@ -117,9 +112,9 @@ def _from_run(run: str, info: DataInfo) -> nn.Module:
         raise ConfigError("loss.teacher.checkpoint", run, problem, "train the teacher on the classes of this data")
     shape = knows.input_shape if knows else ()
     sound = len(shape) == len(info.shape) and shape[:1] == info.shape[:1] and 0 < math.prod(shape) <= MOST_VALUES
-    teacher: nn.Module = options("model", node).build(replace(info, shape=shape) if sound else info)
+    takes, weights = replace(info, shape=shape) if sound else info, state.get("ema") or state["model"]
     try:
-        teacher.load_state_dict(fitted_weights(state.get("ema") or state["model"], teacher.state_dict(), "model"))
+        teacher = rebuild.network(state["config"]["model"], takes, weights)
     except Damaged as problem:
         raise ConfigError("loss.teacher.checkpoint", run, f"its model does not fit data={info.name} ({problem})",
                           "train the teacher on the same data") from None  # fmt: skip

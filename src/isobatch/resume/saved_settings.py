@@ -20,7 +20,7 @@ from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Missing, Unreadable, read_mapping, resolvable
 
 # `imports` names code; the others belong to one start of the program, not to the run
-NEVER = {"imports", "task", "resume", "allow_contract_change", "sweep"}
+NEVER = {"imports", "task", "resume", "allow_contract_change", "sweep", "predict"}
 KNOWN = set(Settings.__dataclass_fields__) - NEVER
 NESTED = {"batch": BatchOptions, "cost": CostOptions}
 PLAN_GROUPS = {"parallel", "accumulation"}  # what a hardware plan chooses, so that plan=... typed anew replaces them

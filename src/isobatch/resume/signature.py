@@ -125,7 +125,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], options: Any, run
         if problem:
             said.append(f"contract changed: {problem}; inputs and outputs are taken as they stand")
     if evaluates:
-        said += [f"evaluated with {name} {_shown(b)}, trained with {_shown(a)}"
+        said += [f"evaluated with {name} {shown(b)}, trained with {shown(a)}"
                  for name in ("input_shape", "eval_size", "crop_pct", "interpolation")
                  if (a := getattr(weights, name)) != (b := getattr(data, name)) and (a or name == "eval_size")]  # fmt: skip
     return said
@@ -192,5 +192,7 @@ def _typed(values: Sequence[float]) -> str:
     return "[" + ",".join(f"{v:.10g}" for v in values) + "]"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    if isinstance(value, list):
+        return _numbers(value)
     return "null" if value is None else "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

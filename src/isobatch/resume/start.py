@@ -14,7 +14,7 @@ from isobatch.checkpoint import reading
 from isobatch.checkpoint.folder import Folder
 from isobatch.checkpoint.reading import Saved
 from isobatch.errors import ConfigError
-from isobatch.resume import contract, cut, signature
+from isobatch.resume import contract, cut, image_settings, signature, weights_know
 from isobatch.resume.contract import Difference
 from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from isobatch.checkpoint import Checkpointer
     from isobatch.config import Config
+    from isobatch.data import DataInfo
+    from isobatch.data.base import DataOptions
     from isobatch.model import Model
     from isobatch.runtime.distributed import Ranks
     from isobatch.stop import Ending
@@ -87,17 +89,30 @@ class Resume:
     @property
     def uses_weights(self) -> bool:
         """Whether the checkpoint's weights are what the task is about, and no training follows."""
-        return self.task.built == "loop" and not self.task.trains
+        return self.task.built in ("loop", "model") and not self.task.trains
 
     @property
     def in_place(self) -> bool:
         """Whether the run goes on in the folder that it was in."""
         return self.saved is not None and self.saved.run.resolve() == self.run_dir.resolve()
 
-    def model(self) -> Model:
-        """The model's options; where a checkpoint has all its weights, none are fetched or read from elsewhere."""
+    def data(self) -> DataOptions:
+        """The data's options; what they leave open of images is as the weights know them, and a note says so."""
+        options, told = image_settings.settled(self.config, self.saved or self.begun, self.uses_weights,
+                                               lambda look: on_main(self.ranks, look))  # fmt: skip
+        self.notes += told
+        return options
+
+    def model(self, info: DataInfo) -> Model:
+        """The model's options; where a checkpoint has all its weights, none are fetched or read from elsewhere.
+
+        Raises:
+            ConfigError: the first weights are what the task is about, and they do not know the classes of the data.
+        """
         options = self.config.model
         if self.saved is None:
+            if self.uses_weights:
+                self.notes += weights_know.check_answers(options, info)
             return options
         elsewhere: dict[str, Any] = {"pretrained": False, "checkpoint_path": None}
         return dataclasses.replace(options, **{k: v for k, v in elsewhere.items() if hasattr(options, k)})

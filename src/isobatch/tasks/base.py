@@ -39,6 +39,7 @@ class Task:
 
     Attributes:
         built: how far a run gets for it. `nothing`: it works on the files of a run, by the main rank alone (`alone`);
+            `model`: it takes a trained model and builds what it needs itself, on every rank (`apply`);
             `plan`: it ends when the plan is shown; `loop`: everything is assembled (`perform`).
         trains: it consumes windows: a resume keeps the contract, this folder's own checkpoints and rows are gone on with,
             and what it does is a continuation of the run that it resumes.
@@ -49,7 +50,7 @@ class Task:
     """
 
     name: ClassVar[str]
-    built: ClassVar[Literal["nothing", "plan", "loop"]] = "loop"
+    built: ClassVar[Literal["nothing", "model", "plan", "loop"]] = "loop"
     trains: ClassVar[bool] = False
     needs_run: ClassVar[bool] = False
     reads_data: ClassVar[bool] = True
@@ -73,6 +74,29 @@ class Task:
         """On the main rank, where nothing is built."""
         raise AssertionError(f"task={self.name} is built as {self.built}")
 
+    def apply(self, config: Config, run_dir: Path, ranks: Ranks) -> None:
+        """On every rank, where the task builds what it needs."""
+        raise AssertionError(f"task={self.name} is built as {self.built}")
+
+    def without_run(self, config: Config, run_dir: Path, ranks: Ranks) -> bool:
+        """Do it where no run has to be built for it; returns whether it is done."""
+        if self.built == "nothing" and ranks.is_main:
+            self.alone(config, run_dir)
+        if self.built == "model":
+            self.apply(config, run_dir, ranks)
+        return self.built in ("nothing", "model")
+
     def perform(self, work: Work) -> None:
         """On every rank, when all is assembled."""
         raise AssertionError(f"task={self.name} is built as {self.built}")
+
+
+def needs_weights(task: Task, config: Config) -> None:
+    """Refuse a task that is about a trained model where none is named.
+
+    Raises:
+        ConfigError: with the three ways to name one.
+    """
+    if config.resume is None and getattr(config.model, "first_weights", None) is None:
+        raise ConfigError("resume", None, f"task={task.name} needs a run to {task.name}, or trained weights",
+                          "set resume=<run folder>, model.checkpoint_path=<file> or model.pretrained=true")  # fmt: skip

@@ -6,9 +6,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.tasks.base import Task, Work
+from isobatch.tasks.base import Task, Work, needs_weights
 
 if TYPE_CHECKING:
+    from isobatch.config import Config
     from isobatch.evaluate import Classes
 
 log = logging.getLogger("isobatch")
@@ -18,7 +19,9 @@ MOST_ROWS = 1000  # classes of a table that a logger still shows
 
 class Evaluate(Task):
     name = "evaluate"
-    needs_run = True
+
+    def check(self, config: Config) -> None:
+        needs_weights(self, config)
 
     def perform(self, work: Work) -> None:
         evaluate(work)
@@ -43,7 +46,8 @@ def evaluate(work: Work) -> None:
     loop.last_eval = {**loop.last_eval, **classes.means()}
     if not loop.ranks.is_main:
         return
-    about = {"checkpoint": str(work.saved and work.saved.path), "step": state.step,
+    origin = getattr(work.config.model, "first_weights", None) if work.saved is None else work.saved.path
+    about = {"checkpoint": str(origin), "step": state.step,
              "weights": "raw" if state.ema is None else "ema", "result": loop.last_eval}  # fmt: skip
     describe = getattr(evaluator.split.dataset, "describe", None)
     written = write(run_dir, answers, classes, describe, about)

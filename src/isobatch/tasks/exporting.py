@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,20 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobatch import config as configuration
-from isobatch.checkpoint import Saved, read
-from isobatch.checkpoint.fitting import fitted_weights
-from isobatch.checkpoint.folder import Damaged
-from isobatch.checkpoint.reading import chosen, no_average
+from isobatch.checkpoint import read
 from isobatch.config import Config
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
+from isobatch.resume import rebuild
 from isobatch.resume.signature import Signature
 from isobatch.run_folder.files import write_json
 
 log = logging.getLogger("isobatch")
 
-MOST_VALUES = 2**28  # of one input: what a checkpoint says of its data is not trusted with the memory
 BATCHES = (1, 3)  # sizes on which an exported file has to answer as the model does
 ONNX = ("onnx", "onnxscript")
 
@@ -47,10 +42,8 @@ def export(config: Config, run_dir: Path) -> Path:
         ConfigError: it is not there, its model cannot be built or traced, or an exported file answers otherwise.
     """
     saved = read(Path(str(config.resume)), config.checkpoint.load)
-    weights, which = chosen_weights(saved, config.checkpoint)
-    info = data_info(saved)
-    node = {**saved.state["config"]["model"]}
-    model = built(node, info, weights, saved)
+    trained = rebuild.of_run(saved, config.checkpoint)
+    model, info, node, which = trained.network, trained.info, trained.node, trained.which
     folder = run_dir / "export"
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"checkpoint": str(saved.path), "step": saved.step, "weights": which, "model": node,
@@ -68,46 +61,6 @@ def export(config: Config, run_dir: Path) -> Path:
     write_json(folder / "export.json", facts)
     log.info("export: %s weights of step %d as %s in %s", which, saved.step, ", ".join(checked), folder)
     return folder
-
-
-def chosen_weights(saved: Saved, options: Any) -> tuple[dict[str, Any], str]:
-    """(weights, `ema` or `raw`). Raises ConfigError where an average is asked for that is not there."""
-    if options.weights == "ema" and not saved.state["ema"]:
-        raise no_average(saved)
-    which = chosen(saved, options)
-    return saved.state["ema" if which == "ema" else "model"], which
-
-
-def data_info(saved: Saved) -> DataInfo:
-    """What the checkpoint says of the data that its model takes."""
-    plan = saved.state["plan"]
-    shape, classes = plan.get("input_shape"), plan.get("num_classes")
-    sound = isinstance(shape, list) and shape and all(type(n) is int and n > 0 for n in shape)
-    if not sound or math.prod(shape) > MOST_VALUES or type(classes) is not int or not 0 <= classes < 2**31:
-        raise ConfigError("resume", saved.path, "says nothing sound of the shape of its data", "use another checkpoint")
-    known = Signature.read(plan) or Signature()
-    return DataInfo("export", tuple(shape), classes, known.mean, known.std, known.class_names,
-                    known.eval_size, known.crop_pct, known.interpolation)  # fmt: skip
-
-
-def built(node: dict[str, Any], info: DataInfo, weights: dict[str, Any], saved: Saved) -> nn.Module:
-    """The model in evaluation mode, fp32, on the CPU, with `weights`."""
-    for key, value in (("pretrained", False), ("checkpoint_path", None), ("grad_checkpointing", False)):
-        if key in node:
-            node[key] = value
-    try:
-        options = configuration.options("model", node)
-    except ConfigError as refusal:
-        if refusal.key == "model.name":
-            raise ConfigError("model.name", refusal.value, "the run's model is one of your own, and is not registered",
-                              "type imports=[...] again, as in training") from None  # fmt: skip
-        raise
-    model: nn.Module = options.build(info)
-    try:
-        model.load_state_dict(fitted_weights(weights, model.state_dict(), "model"))
-    except Damaged as problem:
-        raise ConfigError("resume", saved.path, f"does not fit its own model: {problem}", "use another checkpoint") from None
-    return model.float().requires_grad_(False).eval()
 
 
 def example(info: DataInfo, batch: int) -> Tensor:
@@ -131,9 +84,7 @@ def save_weights(model: nn.Module, node: dict[str, Any], info: DataInfo, folder:
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path,
               metadata={"format": "pt", **Signature.of(info).metadata()})  # fmt: skip
     if node["name"] != "timm" or node.get("small_stem"):
-        again = configuration.options("model", node).build(info)
-        again.load_state_dict(load_file(path))
-        return again.eval()  # type: ignore[no-any-return]
+        return rebuild.network(node, info, load_file(path))
     from isobatch.runtime.timm_import import timm
 
     own: Any = getattr(model, "pretrained_cfg", {})
