@@ -41,11 +41,11 @@ from isobatch.run_folder.summary import summarize
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks, choose_device
 from isobatch.runtime.randomness import ShardSeeder, seed_everything
-from isobatch.scheduler import Schedule
 from isobatch.shards.criteria import EachShard, handed_on
 from isobatch.shards.side_by_side import SideBySide
 from isobatch.tasks import Work
-from isobatch.train import batch_norm, graph
+from isobatch.train import batch_norm, graph, sharpness
+from isobatch.train.governed import governed
 from isobatch.train.loop import Loop
 from isobatch.train.rehearsal import SAMPLES, rehearse
 from isobatch.train.state import TrainState
@@ -194,11 +194,9 @@ class Run:
         working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks, device)
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
         reducer = elements.in_front_of(reducer, given, SAMPLES, plan.batch, ranks, device)
-        schedule = Schedule(config.scheduler, total, plan.windows_per_epoch)
-        schedule.check(splits.info.num_classes, average is not None)
-        state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
-                           followers={"schedule": schedule, "stop": (stopping := config.stop.build())})  # fmt: skip
-        stopping.check(splits.info.num_classes, average is not None)
+        reducer = sharpness.around(config.optimizer, reducer, working, [p for p in model.parameters() if p.requires_grad])
+        rules = governed(config, model, optimizer, total, plan.windows_per_epoch, splits.info, average is not None)
+        state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer, followers=rules.followers)
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
         self.resume.restore(state)
         if self.resume.saved is not None:
@@ -225,7 +223,7 @@ class Run:
                 statistics=statistics, seed=seed, device=device,
                 apart=self.watched(working.module, SideBySide(config.seed, lanes, sharing.apart, plan.batch.shard)),
                 micro_step=micro_step, weigh=getattr(reducer, "weigh", mean),
-                max_grad_norm=config.max_grad_norm, skip_nonfinite=config.on_nonfinite == "skip",
+                clip=rules.clip, skip_nonfinite=config.on_nonfinite == "skip",
             ),
             feed=Feed(
                 source(splits.train, True), plan,
@@ -240,7 +238,7 @@ class Run:
                 splits.info.num_classes, config.loss.averages, plan.batch.shard,
                 after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes,
             ),
-            schedule=schedule, stopping=stopping, ending=self.resume.ended(stopping.ending),
+            schedule=rules.schedule, stopping=rules.stopping, ending=self.resume.ended(rules.stopping.ending),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
             stop_requested=lambda: STOP.requested, log_weights=config.log_weights, warmup=config.warmup,

@@ -139,7 +139,7 @@ def test_what_is_contract_and_what_decides_bits_stands_here_once_more() -> None:
     """A mark that slips makes another training of a resumed one, without a word: whoever moves one moves it here too."""
     of_groups = {group: mark.resume for group, mark in MARKS.items()}
     assert of_groups == {
-        **dict.fromkeys(("sampler", "data", "augment", "model", "loss", "optimizer", "scheduler", "ema"), "contract"),
+        **dict.fromkeys(("sampler", "data", "augment", "model", "loss", "optimizer", "scheduler", "ema", "clip"), "contract"),
         **dict.fromkeys(("precision", "reduction"), "identity"),
         **dict.fromkeys(("parallel", "accumulation", "stop", "checkpoint", "logger", "writer"), "free"),
     }

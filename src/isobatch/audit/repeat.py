@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from isobatch.audit.diagnosis import Diary, Difference, compare, way_out
+from isobatch.clip.clipping import Clipping
 from isobatch.data.feed import MicroBatch, WindowData
 from isobatch.errors import JobFailed
 from isobatch.runtime.distributed import Ranks
@@ -100,7 +101,7 @@ class Repeat:
                 inputs, targets = tree_map_only(Tensor, Tensor.clone, (first.inputs, first.targets))
                 alone = replace(first, inputs=inputs, targets=targets, is_first=True, is_last=True)
                 train_step(replace(state, scaler=Withheld(state.scaler)),  # type: ignore[arg-type]
-                           replace(parts, reducer=kept, max_grad_norm=None, skip_nonfinite=False),  # type: ignore[arg-type]  # the part of a Reducer that one shard needs
+                           replace(parts, reducer=kept, clip=Clipping(), skip_nonfinite=False),  # type: ignore[arg-type]  # the part of a Reducer that one shard needs
                            WindowData(data.window, [alone]))  # fmt: skip
         return kept
 

@@ -130,6 +130,7 @@ def check_together(config: Config) -> None:
         raise ConfigError("batch.effective", None, "batch.micro=auto needs an effective batch to divide",
                           "set batch.effective=48")  # fmt: skip
     config.parallel.check_with(config)
+    config.clip.check_with(config.max_grad_norm)
     if config.device == "cpu" and (devices := getattr(config.parallel, "devices", None)):
         raise ConfigError("parallel.devices", devices, "names GPUs, and device=cpu uses none",
                           "set device=null or parallel.devices=null")  # fmt: skip

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from isobatch.accumulation import Accumulation
     from isobatch.augment.options import NoAugment
     from isobatch.checkpoint import NoCheckpoint
+    from isobatch.clip import ClipOptions
     from isobatch.data.base import DataOptions
     from isobatch.ema.options import EmaOptions
     from isobatch.logger.options import LoggerOptions
@@ -194,6 +195,7 @@ class Config(Settings):
     optimizer: OptimizerOptions
     scheduler: Factors
     ema: EmaOptions
+    clip: ClipOptions
     stop: StopOptions
     checkpoint: NoCheckpoint
     logger: LoggerOptions

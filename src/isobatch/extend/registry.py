@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T", bound=Callable[..., Any])
 
 GROUPS = ("parallel", "precision", "sampler", "accumulation", "reduction", "data", "augment", "model", "loss", "optimizer",
-          "scheduler", "ema", "stop", "checkpoint", "logger", "writer")  # fmt: skip
+          "scheduler", "ema", "clip", "stop", "checkpoint", "logger", "writer")  # fmt: skip
 _OURS: dict[str, dict[str, Any]] = {}  # the tables as this package filled them
 
 

@@ -53,6 +53,9 @@ def check(config: Config, accumulation_steps: int, device: torch.device) -> None
                    "set model.grad_checkpointing=false or cuda_graph=null")  # fmt: skip
     elif config.model.batch_norm == "sync":
         problem = "model.batch_norm=sync sends its statistics within the forward", "set model.batch_norm=shard"
+    elif getattr(config.optimizer, "sam", None) is not None or "frozen_until" in str(getattr(config.optimizer, "groups", "")):
+        problem = ("optimizer.sam and frozen_until change what happens between the recordings",
+                   "leave them out, or set cuda_graph=null")  # fmt: skip
     if problem is not None:
         raise ConfigError("cuda_graph", True, *problem)
 

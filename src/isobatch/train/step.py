@@ -17,6 +17,7 @@ from isobatch.train.batch_norm import ShardStatistics
 from isobatch.train.state import TrainState
 
 if TYPE_CHECKING:
+    from isobatch.clip.clipping import Clipping
     from isobatch.precision.levels import Full
     from isobatch.reduction.protocol import Reducer
 
@@ -64,10 +65,10 @@ class Parts:
     statistics: ShardStatistics
     seed: ShardSeeder
     device: torch.device
+    clip: Clipping
     apart: Callable[[int, MicroBatch], AbstractContextManager[None]] = lambda step, micro: nullcontext()
     micro_step: Callable[..., Tensor] = micro_step
     weigh: Callable[[Any, float, int], Tensor] = mean
-    max_grad_norm: float | None = None
     skip_nonfinite: bool = False
 
 
@@ -89,8 +90,8 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
     parts.working.pull_gradients()
     scaler.unscale_(optimizer)  # once per window, before clipping: the norm is that of the true gradient
     norm = None
-    if want_norm or parts.max_grad_norm is not None or parts.skip_nonfinite:
-        norm = state.clip_gradients(parts.max_grad_norm)
+    if want_norm or parts.clip.active or parts.skip_nonfinite:
+        norm = parts.clip(state)
     withhold = parts.skip_nonfinite and not torch.isfinite(norm).item()  # type: ignore[arg-type]
     parts.seed.update(data.window.step, optimizer)
     applied = scaler.step(optimizer, withhold)  # all ranks alike: they hold the same gradients

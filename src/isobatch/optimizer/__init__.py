@@ -6,12 +6,12 @@ import difflib
 import logging
 import warnings
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.checks import positive, within
 from isobatch.errors import ConfigError
 from isobatch.marks import Marks, option
+from isobatch.optimizer.groups import Decays, Rule, param_groups, rules
 from isobatch.runtime.dtensor import is_sharded
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ class Timm:
         layer_decay: lr multiplier per layer from the head down (null: none).
         fused: null = where torch has it for this optimizer and device.
         kwargs: handed to the optimizer (betas, eps, ...).
+        groups: what parameters have of their own, by patterns of names; a later entry wins: `match` (a pattern or several),
+            `lr` or `lr_scale`, `weight_decay`, `frozen_until` (a length of the run: not changed before).
+        norm_decay, bias_decay, embedding_decay: weight decay of these kinds; null: as the general rule has it.
+        sam: rho of sharpness-aware minimisation: every window is run twice (null: once). sam_adaptive: by each weight's size.
     """
 
     name: str = "timm"
@@ -60,13 +64,36 @@ class Timm:
     reference_batch: int | None = None
     fused: bool | None = option(None, resume="identity")
     kwargs: dict[str, Any] = field(default_factory=dict)
+    groups: list[Any] = field(default_factory=list)
+    norm_decay: float | None = None
+    bias_decay: float | None = None
+    embedding_decay: float | None = None
+    sam: float | None = None
+    sam_adaptive: bool = False
 
     def __post_init__(self) -> None:
+        for key in ("norm_decay", "bias_decay", "embedding_decay"):
+            if getattr(self, key) is not None:
+                within(f"optimizer.{key}", getattr(self, key), 0, 1e6)
+        if self.sam is not None:
+            within("optimizer.sam", self.sam, 1e-12, 1e3)
+        if self.layer_decay is not None and (self.rules or self.decays != Decays()):
+            key = "groups" if self.rules else "norm_decay"
+            raise ConfigError("optimizer.layer_decay", self.layer_decay, f"makes groups of its own, beside optimizer.{key}",
+                              f"leave layer_decay or optimizer.{key} out")  # fmt: skip
         within("optimizer.lr", self.lr, 0, 1e6)
         within("optimizer.weight_decay", self.weight_decay, 0, 1e6)
         within("optimizer.momentum", self.momentum, 0, 1)
         if self.reference_batch is not None:
             positive("optimizer.reference_batch", self.reference_batch)
+
+    @property
+    def decays(self) -> Decays:
+        return Decays(self.norm_decay, self.bias_decay, self.embedding_decay)
+
+    @property
+    def rules(self) -> list[Rule]:
+        return rules(self.groups)
 
     def build(self, model: nn.Module, effective_batch: int) -> torch.optim.Optimizer:
         """An optimizer whose groups carry `initial_lr`: what the schedule's factor multiplies."""
@@ -101,7 +128,7 @@ class Timm:
             near = difflib.get_close_matches(name, optim.list_optimizers(), n=3, cutoff=0.4) or ["adamw"]
             raise ConfigError("optimizer.opt", self.opt, "timm has no such optimizer", f"try {', '.join(map(str, near))}")
         if self.layer_decay is None:  # our groups: timm's heed filter_bias_and_bn with layer_decay only
-            return optim.create_optimizer_v2(self._groups(model), name, lr=lr, momentum=self.momentum, **extra)  # type: ignore[arg-type]
+            return optim.create_optimizer_v2(self._groups(model, lr), name, lr=lr, momentum=self.momentum, **extra)  # type: ignore[arg-type]
         return optim.create_optimizer_v2(
             model, name, lr=lr, weight_decay=self.weight_decay, momentum=self.momentum,
             filter_bias_and_bn=not self.decay_norms_and_biases, layer_decay=self.layer_decay, **extra,
@@ -121,7 +148,7 @@ class Timm:
         layer = nn.Linear(3, 2)
         with isolated_generators(), warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("force_eager"):
             try:
-                optimizer = replace(self, layer_decay=None)._timm(layer, name, lr, extra)
+                optimizer = replace(self, layer_decay=None, groups=[])._timm(layer, name, lr, extra)
                 for p in layer.parameters():
                     p.grad = torch.full_like(p, 0.5)
                 optimizer.step()
@@ -136,19 +163,14 @@ class Timm:
         attribute, defaults = OF_TORCH[name]
         if "momentum" in defaults:
             defaults = {**defaults, "momentum": self.momentum}
-        made: torch.optim.Optimizer = getattr(torch.optim, attribute)(self._groups(model), lr=lr, **{**defaults, **extra})
+        made: torch.optim.Optimizer = getattr(torch.optim, attribute)(self._groups(model, lr), lr=lr, **{**defaults, **extra})
         return made
 
-    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Without decay: biases, all of one dimension, and what the model itself names in `no_weight_decay()`."""
-        spared: Any = getattr(model, "no_weight_decay", set)()
-        groups: dict[float, list[nn.Parameter]] = {}
-        for name, p in model.named_parameters():
-            small = not self.decay_norms_and_biases and (p.ndim <= 1 or name.endswith(".bias"))
-            free = small or any(fnmatch(name, pattern) for pattern in spared)
-            if p.requires_grad:
-                groups.setdefault(0.0 if free else self.weight_decay, []).append(p)
-        return [{"params": groups[decay], "weight_decay": decay} for decay in sorted(groups)]
+    def _groups(self, model: nn.Module, lr: float) -> list[dict[str, Any]]:
+        scale = lr / self.lr if self.lr else 1.0  # optimizer.reference_batch scales the rates of the groups too
+        given = [Rule(rule.match, {key: value * scale if key == "lr" else value for key, value in rule.own.items()})
+                 for rule in self.rules]  # fmt: skip
+        return param_groups(model, lr, self.weight_decay, self.decay_norms_and_biases, self.decays, given)
 
     def _fused(self, model: nn.Module) -> bool:
         """Fused where torch has it (a third of the cost of a small step); timm's own optimizers have none.

@@ -1,0 +1,43 @@
+"""What bounds and ends a training beside the step: schedule, stopping rules, clipping; built together, checked before it starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from isobatch.clip.clipping import Clipping, held_back
+from isobatch.optimizer.groups import held_until
+from isobatch.scheduler import Schedule
+from isobatch.stop import Stopping
+from isobatch.train.state import Follower
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from isobatch.config import Config
+    from isobatch.data import DataInfo
+
+
+class Governed(NamedTuple):
+    schedule: Schedule
+    stopping: Stopping
+    clip: Clipping
+
+    @property
+    def followers(self) -> dict[str, Follower]:
+        return {"schedule": self.schedule, "stop": self.stopping}
+
+
+def governed(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, total: int, per_epoch: int, info: DataInfo,
+             averaged: bool) -> Governed:  # fmt: skip
+    """
+    Args:
+        total, per_epoch: updates of the run and of an epoch. averaged: evaluations tell of an average of the weights too.
+    Raises:
+        ConfigError: a length that cannot be, or a metric that no evaluation will have.
+    """
+    clip = held_back(config.clip.build(model, config.max_grad_norm), held_until(optimizer, total, per_epoch))
+    found = Governed(Schedule(config.scheduler, total, per_epoch), config.stop.build(), clip)
+    for follower in (found.schedule, found.stopping):
+        follower.check(info.num_classes, averaged)
+    return found
