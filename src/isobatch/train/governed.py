@@ -1,4 +1,4 @@
-"""What bounds and ends a training beside the step: schedule, stopping rules, clipping; built together, checked before it starts."""
+"""What bounds and ends a training beside the step: schedule, stopping rules, clipping; built together, and checked."""
 
 from __future__ import annotations
 
