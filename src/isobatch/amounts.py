@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -45,3 +46,15 @@ def updates(value: int | float | str, total: int, per_epoch: int = 0) -> int:
         share = float(number) / 100 * total if unit == "%" else float(number) * per_epoch
         return round(share)
     return round(value * total) if value < 1 else math.floor(value)
+
+
+def in_updates(options: Any, total: int, per_epoch: int) -> Any:
+    """`options` with the lengths that they name in `amounts` in updates."""
+    made: dict[str, Any] = {}
+    for key in getattr(options, "amounts", ()):
+        value = getattr(options, key)
+        if isinstance(value, list):
+            made[key] = [updates(point, total, per_epoch) for point in value]
+        elif value is not None:
+            made[key] = updates(value, total, per_epoch)
+    return dataclasses.replace(options, **made) if made else options

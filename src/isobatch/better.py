@@ -39,7 +39,7 @@ def value(group: str, metric: str, result: Mapping[str, Any]) -> float:
     """
     if metric not in result:
         raise ConfigError(f"{group}.metric", metric, "an evaluation here has no such metric",
-                          f"choose one of {', '.join(key for key in result if key != 'eval/samples')}")  # fmt: skip
+                          f"choose one of {', '.join(k for k in result if k not in ('eval/samples', 'step'))}")  # fmt: skip
     return float(result[metric])
 
 
@@ -53,3 +53,8 @@ def check_there(group: str, metric: str, num_classes: int, averaged: bool) -> No
     if averaged:
         there += [key.replace("eval/", "eval/raw_") for key in there]
     value(group, metric, dict.fromkeys(there, 0.0))
+
+
+def objective(result: Mapping[str, Any]) -> float | None:
+    """What a sweeper optimizes, of an evaluation's result: its accuracy, for data without classes its loss."""
+    return result.get("eval/accuracy", result.get("eval/loss"))

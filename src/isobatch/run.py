@@ -13,8 +13,10 @@ import torch
 
 from isobatch import config as configuration
 from isobatch import tasks
+from isobatch.amounts import in_updates
 from isobatch.audit import determinism, repeat
 from isobatch.batch_plan import BatchPlan, resolve_batch
+from isobatch.better import objective
 from isobatch.config import Config
 from isobatch.console import Console, make_console
 from isobatch.data import Split, Splits
@@ -55,7 +57,7 @@ log = logging.getLogger("isobatch")
 
 
 def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
-    """Do what `task` says, in this process, as one of `ranks`. Returns the last evaluation's objective (see objective).
+    """Do what `task` says, in this process, as one of `ranks`. Returns the last evaluation's objective (see better.objective).
 
     However it ends, the run folder says so.
 
@@ -79,13 +81,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
             raise
         raise error from None
     run.finish(run.ending, None)
-    return objective(run)
-
-
-def objective(run: Run) -> float | None:
-    """What a sweeper optimizes: accuracy of the last evaluation, for data without classes its loss."""
-    result = run.loop.last_eval if run.loop else {}
-    return result.get("eval/accuracy", result.get("eval/loss"))
+    return objective(run.loop.last_eval if run.loop else {})
 
 
 class Run:
@@ -128,6 +124,7 @@ class Run:
         if looks_ahead := self.task.trains or self.task.built == "plan":
             graph.check(config, batch.accumulation_steps, device)
         total = config.steps or config.epochs * plan.windows_per_epoch  # type: ignore[operator]
+        self.config = config = dataclasses.replace(config, ema=in_updates(config.ema, total, plan.windows_per_epoch))
         self.plan = {**plan.as_dict(), "world_size": self.world.world_size}
         ahead = preview(config, model, splits, batch, device) if ranks.is_main else Preview()
         self.files.plan({
@@ -196,8 +193,9 @@ class Run:
         reducer = elements.in_front_of(reducer, given, SAMPLES, plan.batch, ranks, device)
         reducer = sharpness.around(config.optimizer, reducer, working, [p for p in model.parameters() if p.requires_grad])
         rules = governed(config, model, optimizer, total, plan.windows_per_epoch, splits.info, average is not None)
-        state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer, followers=rules.followers)
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
+        state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
+                           followers={**rules.followers, "leaders": checkpointer.leaders})  # fmt: skip
         self.resume.restore(state)
         if self.resume.saved is not None:
             working.push_weights()

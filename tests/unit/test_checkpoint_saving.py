@@ -325,3 +325,20 @@ def test_a_metric_improves_in_the_stated_direction_and_never_with_nan() -> None:
     assert options.followed({"eval/loss": 1.0}) == "eval/rank"
     assert Checkpoint().followed({"eval/loss": 1.0}) == "eval/loss"
     assert Checkpoint().followed({"eval/loss": 1.0, "eval/accuracy": 0.5}) == "eval/accuracy"
+
+
+def test_the_best_evaluations_keep_their_checkpoints(tmp_path: Path) -> None:
+    """By the metric of `best`, over a resume too; and the newest ones besides."""
+    from harness import BASE, rows, train
+
+    words = (*BASE, "epochs=null", "steps=8", "eval_every=1", "batch.effective=48", "checkpoint.keep=1",
+             "checkpoint.keep_best=2", "checkpoint.best=eval/loss", "optimizer=sgd", "optimizer.lr=4.0")  # fmt: skip
+    train(tmp_path / "whole", *words)
+    losses = dict(enumerate(rows(tmp_path / "whole", "eval/loss"), 1))
+    best = sorted(losses, key=lambda step: losses[step])[:2]
+    assert best != [8, 7], "this training has to part from its best for the test to say anything"
+    kept = {int(name[5:]) for name in os.listdir(tmp_path / "whole/checkpoints") if name.startswith("step-")}
+    assert kept == {*best, 8}
+    train(tmp_path / "parts", *words[:-1], "optimizer.lr=4.0", "steps=4")
+    train(tmp_path / "parts", f"resume={tmp_path / 'parts'}", "steps=8")
+    assert {int(name[5:]) for name in os.listdir(tmp_path / "parts/checkpoints") if name.startswith("step-")} == kept

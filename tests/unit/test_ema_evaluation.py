@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +91,29 @@ def test_a_buffer_that_comes_with_the_first_forward_is_averaged_along() -> None:
         model(torch.ones(3, 2))
         kept.update(model, step=step)
     assert torch.equal(kept.module.state_dict()["0.seen"], torch.full((2,), 2.0))
+
+
+def test_swa_is_the_plain_mean_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """Of the weights after updates 3, 5, 7; batch norm's statistics with them. Before the first the weights are as they are."""
+    words = ("logger=none", "threads=1", "data=synthetic", "data.samples=16", "data.eval_samples=8", "data.image_size=32",
+             "data.num_classes=3", "model=timm", "model.arch=test_resnet", "scheduler=constant", "epochs=null", "steps=8",
+             "batch.effective=8", "eval_every=8", "optimizer=sgd", "optimizer.lr=0.05", "ema=swa", "ema.start=3",
+             "ema.every=1ep")  # fmt: skip
+    seen: list[dict[str, torch.Tensor]] = []
+    averages: list[dict[str, torch.Tensor]] = []
+
+    def observe(state: Any, parts: Any, data: Any) -> None:
+        seen.append({name: t.detach().clone() for name, t in state.model.state_dict().items()})
+        averages.append({name: t.clone() for name, t in state.ema.module.state_dict().items()})
+
+    train(tmp_path / "whole", *words, observe=observe)
+    for name, average in averages[-1].items():
+        if average.is_floating_point():
+            mean = torch.stack([seen[i][name] for i in (2, 4, 6)]).mean(0)
+            assert torch.allclose(average, mean, rtol=1e-5, atol=1e-7), name
+    assert all(torch.equal(averages[1][name], seen[1][name]) for name in seen[1])
+    assert averages[3]["fc.weight"].equal(seen[2]["fc.weight"])
+    whole = {name: t.clone() for name, t in averages[-1].items()}
+    train(tmp_path / "first", *words, "steps=4")
+    train(tmp_path / "second", f"resume={tmp_path / 'first'}", "steps=8", observe=observe)
+    assert all(torch.equal(averages[-1][name], whole[name]) for name in whole)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.better import KNOWN
 from isobatch.checkpoint.reading import Saved, load, read
 from isobatch.checkpoint.saving import Checkpointer
-from isobatch.checks import choice, positive
+from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 from isobatch.marks import Marks
 
@@ -61,6 +61,7 @@ class Checkpoint(NoCheckpoint):
         every_minutes: minutes between checkpoints, by the main rank's clock (null: not by time).
         keep: numbered checkpoints `step-N` that are kept. The newest shares its files with `last`, so the second one is
             what is left when those are damaged.
+        keep_best: of the checkpoints after an evaluation, the best so many by the metric of `best` are kept too.
         best: the metric that `best` follows; `auto` = eval/accuracy, eval/loss for data without classes; null = none.
         mode: `max` or `min` is better; `auto` for the metrics that evaluation knows.
     """
@@ -69,6 +70,7 @@ class Checkpoint(NoCheckpoint):
     every: int | None = None
     every_minutes: float | None = 15.0
     keep: int = 2
+    keep_best: int = 0
     best: str | None = "auto"
     mode: str = "auto"
 
@@ -78,6 +80,10 @@ class Checkpoint(NoCheckpoint):
             if getattr(self, key) is not None:
                 positive(f"checkpoint.{key}", getattr(self, key))
         positive("checkpoint.keep", self.keep)
+        within("checkpoint.keep_best", self.keep_best, 0, 1e6)
+        if self.keep_best and self.best is None:
+            raise ConfigError("checkpoint.keep_best", self.keep_best, "the best by which metric? checkpoint.best=null",
+                              "set checkpoint.best=auto or checkpoint.keep_best=0")  # fmt: skip
         choice("checkpoint.mode", self.mode, ("auto", "max", "min"))
         named = self.best not in (None, "auto")
         if named and self.mode == "auto" and self.best not in KNOWN:

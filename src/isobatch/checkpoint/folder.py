@@ -118,11 +118,13 @@ class Folder:
         fsync_folder(self.path)
         shutil.rmtree(old, ignore_errors=True)
 
-    def finish(self, step: int, keep: int) -> None:
-        """Remove the work folder, and of the checkpoints numbered up to `step` all but the newest `keep`."""
+    def finish(self, step: int, keep: int, kept: frozenset[int] = frozenset()) -> None:
+        """Remove the work folder, and of the checkpoints numbered up to `step` all but the newest `keep` and `kept`."""
         shutil.rmtree(self.tmp, ignore_errors=True)
         numbers = sorted(int(p.name[5:]) for p in self.path.glob("step-*") if NAME.fullmatch(p.name))
         for number in [n for n in numbers if n <= step][:-keep]:
+            if number in kept:
+                continue
             shutil.rmtree(self.path / f"step-{number}", ignore_errors=True)
 
     def put_aside(self) -> Path | None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from isobatch.checkpoint.best import Leaders
 from isobatch.checkpoint.folder import STATE, WEIGHTS, Damaged, Folder, HashedFile, fsync_folder, link_or_copy, verify
 from isobatch.errors import JobFailed
 from isobatch.resume.signature import Signature
@@ -36,6 +37,11 @@ class Rules(Protocol):
     @property
     def keep(self) -> int: ...
 
+    @property
+    def keep_best(self) -> int: ...
+
+    def direction(self, metric: str) -> str | None: ...
+
     def followed(self, result: dict[str, float]) -> str | None: ...
 
     def better(self, best: dict[str, dict[str, float]], result: dict[str, float]) -> str | None: ...
@@ -57,6 +63,7 @@ class Checkpointer:
     def __init__(self, options: Rules, run_dir: Path, ranks: Ranks, about: dict[str, Any], enabled: bool = True):
         self.options, self.ranks, self.about, self.enabled = options, ranks, about, enabled
         self.folder = Folder(run_dir / layout.CHECKPOINTS)
+        self.leaders = Leaders(options)
         self.allowed = True
         self.thread: threading.Thread | None = None
         self.failure: str | None = None  # why the latest save is not on disk
@@ -98,12 +105,13 @@ class Checkpointer:
         names = ["last", "best"] if is_best else ["last"]
         # a daemon: the second Ctrl-C must not wait for a disk
         raw = is_best and state.better == "raw"  # what is best is what the file of weights holds
-        self.thread = threading.Thread(target=self._write, args=(snapshot, state.step, names, raw), daemon=True)
+        kept = frozenset(self.leaders.steps)
+        self.thread = threading.Thread(target=self._write, args=(snapshot, state.step, names, raw, kept), daemon=True)
         self.thread.start()
 
-    def _write(self, snapshot: Any, step: int, names: list[str], raw: bool) -> None:
+    def _write(self, snapshot: Any, step: int, names: list[str], raw: bool, kept: frozenset[int]) -> None:
         try:
-            self._write_files(snapshot.ready(), step, names, raw)
+            self._write_files(snapshot.ready(), step, names, raw, kept)
             self.failure, self.saved_step = None, step
         except Exception as error:  # whatever it is, it must not end the training
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
@@ -111,7 +119,8 @@ class Checkpointer:
             stays = "no earlier one" if self.saved_step is None else f"the one of step {self.saved_step} stays"
             log.warning("%s; training goes on, %s", self.failure, stays)
 
-    def _write_files(self, tree: dict[str, Any], step: int, names: list[str], raw: bool = False) -> None:
+    def _write_files(self, tree: dict[str, Any], step: int, names: list[str], raw: bool = False,
+                     kept: frozenset[int] = frozenset()) -> None:  # fmt: skip
         import torch
         from safetensors.torch import save_file
 
@@ -132,7 +141,7 @@ class Checkpointer:
         save_file(weights, part / WEIGHTS, metadata={"format": "pt"} | (signature.metadata() if signature else {}))
         files[WEIGHTS] = hash_of(part / WEIGHTS)
         self.folder.publish(part, step, files, names)
-        self.folder.finish(step, self.options.keep)
+        self.folder.finish(step, self.options.keep, kept)
 
     def join(self) -> None:
         """Return when no save is in flight; says nothing about how it ended."""

@@ -64,6 +64,39 @@ class DistantAverage:
             self.average.update(self.sent, step=step)
 
 
+class PlainMean:
+    """The mean of the weights and running statistics at updates `start`, `start` + `every`, ...; before, a copy of the latest.
+
+    How many are in it follows from the update alone, so a resume needs no count.
+    """
+
+    def __init__(self, model: nn.Module, start: int, every: int):
+        self.start, self.every = start, every
+        self.module = copy.deepcopy(model)
+        for p in self.module.parameters():
+            p.requires_grad_(False)
+        if any(p.dtype.itemsize == 2 for p in model.parameters()):  # a mean in half (O3) would lose what is averaged
+            self.module.float()
+        self.module.eval()
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        """`step`: one more than the updates that have been applied."""
+        adopt_buffers(self.module, model)
+        since = step - 1 - self.start
+        if since > 0 and since % self.every:
+            return
+        before = max(0, since // self.every)
+        mine, theirs = state_of(self.module), state_of(model)
+        if before == 0:
+            copy_all(mine, theirs)
+            return
+        means = [(a, b) for a, b in zip(mine, theirs, strict=True) if a.is_floating_point()]
+        counts = [(a, b) for a, b in zip(mine, theirs, strict=True) if not a.is_floating_point()]
+        torch._foreach_lerp_([a for a, _ in means], [b.to(a.dtype) for a, b in means], 1 / (before + 1))
+        copy_all([a for a, _ in counts], [b for _, b in counts])
+
+
 def adopt_buffers(copied: nn.Module, model: nn.Module) -> None:
     """Give a copy of a model the buffers that the model has registered since (in its first forward, say)."""
     if len(list(copied.buffers())) == len(list(model.buffers())):

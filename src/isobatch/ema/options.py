@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from isobatch.amounts import amount
 from isobatch.checks import within
 from isobatch.errors import ConfigError
 from isobatch.marks import Marks, option
@@ -79,6 +80,39 @@ class Ema:
         if device.type not in ("cpu", home.type):
             raise ConfigError("ema.device", self.device, f"the model is on {home}", "set ema.device=null or cpu")
         return DistantAverage(average, model, device)
+
+
+@dataclass(frozen=True)
+class Swa:
+    """Stochastic weight averaging (Izmailov et al. 2018): the plain mean of the weights at some updates towards the end.
+
+    Running statistics are averaged with the weights (torch's AveragedModel with use_buffers), so no pass over the data follows.
+
+    Args:
+        start: length of the run before the first one that counts; until then the average is the weights as they are.
+        every: from one to the next.
+    """
+
+    amounts: ClassVar[tuple[str, ...]] = ("start", "every")
+
+    name: str = "swa"
+    start: Any = "75%"
+    every: Any = "1ep"
+
+    def __post_init__(self) -> None:
+        for key in self.amounts:
+            object.__setattr__(self, key, amount(f"ema.{key}", getattr(self, key)))
+        if self.every == 0:
+            raise ConfigError("ema.every", 0, "is no length from one to the next", "set ema.every=1ep")
+
+    def note(self, updates: int) -> str | None:
+        """Lengths are in updates by now."""
+        return f"ema.start={self.start} of {updates} updates: nothing is averaged" if self.start >= updates else None
+
+    def build(self, model: nn.Module) -> Any:
+        from isobatch.ema.average import PlainMean
+
+        return PlainMean(model, int(self.start), max(1, int(self.every)))
 
 
 MARKS = Marks()

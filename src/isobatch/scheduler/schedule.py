@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from isobatch.amounts import updates
+from isobatch.amounts import in_updates
 from isobatch.better import check_there
 
 
@@ -58,15 +57,3 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.follow is not None and state:
             self.follow.load_state_dict(state)
-
-
-def in_updates(options: Any, total: int, per_epoch: int) -> Any:
-    """`options` with the lengths that they name in `amounts` in updates."""
-    made: dict[str, Any] = {}
-    for key in getattr(options, "amounts", ()):
-        value = getattr(options, key)
-        if isinstance(value, list):
-            made[key] = [updates(point, total, per_epoch) for point in value]
-        elif value is not None:
-            made[key] = updates(value, total, per_epoch)
-    return dataclasses.replace(options, **made) if made else options

@@ -154,13 +154,14 @@ class Loop:
         if not (evaluates or saves or signum):
             return
         self.clock.lap()
-        is_best = False
+        is_best = is_leader = False
         if evaluates and not signum:
             is_best = self.evaluate(both=True)
-            state.follow(self.last_eval)
+            state.follow({**self.last_eval, "step": state.step})
+            is_leader = self.checkpointer.leaders.entered
         if not last and not signum:
             self.ending = self.stopping.out_of_time() if time_is_up else self.stopping.ending
-        if signum or saves or is_best or self.ending:
+        if signum or saves or is_best or is_leader or self.ending:
             self.checkpointer.save(state, is_best)
         if signum:
             self.checkpointer.wait()
