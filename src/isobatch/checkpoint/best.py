@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from isobatch.checkpoint.saving import Rules
+
+class Wanted(Protocol):
+    """As much of group `checkpoint`'s options as decides it."""
+
+    @property
+    def keep_best(self) -> int: ...
+
+    def followed(self, result: dict[str, float]) -> str | None: ...
+
+    def direction(self, metric: str) -> str | None: ...
 
 
 class Leaders:
     """The steps of the best evaluations, at most `keep_best`: (value, step), the best one first; of equals the earlier."""
 
-    def __init__(self, options: Rules):
+    def __init__(self, options: Wanted):
         self.options, self.wanted = options, options.keep_best
         self.entries: list[tuple[float, int]] = []
         self.entered = False  # whether the latest evaluation is one of them
