@@ -48,18 +48,25 @@ class ShardSeeder:
 
     def __call__(self, step: int, shards: tuple[int, ...]) -> None:
         """Before a forward: what dropout and stochastic depth draw from. Shard i of the micro step runs on device i."""
-        for generator, shard in zip(self.generators, shards, strict=False):
+        first = seed_of("shard", self.seed, step, shards[0])
+        self.generators[0].manual_seed(first)
+        for generator, shard in zip(self.generators[1:], shards[1:], strict=False):
             generator.manual_seed(seed_of("shard", self.seed, step, shard))
-        seed_host(seed_of("shard", self.seed, step, shards[0]))
+        seed_host(first)
 
     def update(self, step: int, optimizer: object) -> None:
-        """Before an update: what is drawn outside of shards (an optimizer, code of the user's own), alike on all ranks."""
-        key = seed_of("update", self.seed, step)
-        self._seed(key)
+        """Before an update: what an optimizer or a hook of its step draws, alike on all ranks.
+
+        Torch's own optimizers draw nothing, and are spared the seeding, which takes a twentieth of a small model's step.
+        """
         if self.own[0] is not optimizer:
-            self.own = optimizer, [seeder for value in vars(optimizer).values() if (seeder := seeder_of(value))]
-        for seeder in self.own[1]:
-            seeder(key)
+            draws = type(optimizer).__module__.partition(".")[0] != "torch" or has_step_hooks(optimizer)
+            found = [seeder for value in vars(optimizer).values() if (seeder := seeder_of(value))]
+            self.own = optimizer, [self._seed, *found] if draws else found
+        if self.own[1]:
+            key = seed_of("update", self.seed, step)
+            for seeder in self.own[1]:
+                seeder(key)
 
     def evaluation(self, step: int, batch: int) -> None:
         """Before a forward of an evaluation after `step` steps."""
@@ -77,6 +84,14 @@ def seed_host(key: int) -> None:
 
     numpy.random.seed(key % 2**32)
     random.seed(key)
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether somebody's code runs around the steps of `optimizer`: torch keeps such hooks with it, and for all optimizers."""
+    from torch.optim import optimizer as torch_s
+
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, torch_s._global_optimizer_pre_hooks, torch_s._global_optimizer_post_hooks))
 
 
 def seeder_of(value: object) -> Any:
