@@ -7,6 +7,7 @@ import functools
 import json
 import multiprocessing as mp
 import queue
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from isobatch import config as configuration
 from isobatch import data, hydra_patches, run
 from isobatch.data import DataInfo, Split, Splits
+from isobatch.hydra_patches import refusals
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.dtensor import whole
 from isobatch.train import loop
@@ -34,15 +37,24 @@ BASE = ("logger=none", "model=mlp", "model.width=16", "model.depth=1", "threads=
 def plain(*overrides: str) -> dict[str, Any]:
     """The resolved config that `python train.py <overrides>` would train with."""
     if any(word.startswith("resume=") for word in overrides):  # whose settings are in a folder that may have changed since
-        return _composed.__wrapped__(*overrides)
-    return copy.deepcopy(_composed(*overrides))
+        return configuration.resolved(_composed.__wrapped__(*overrides))
+    groups = tuple(word for word in overrides if not OPTION.match(word) or word.partition("=")[0] in GROUPS)
+    made = copy.deepcopy(_composed(*groups))
+    options = OverridesParser.create().parse_overrides([word for word in overrides if word not in groups])
+    with hydra_patches.active(["run", *overrides]):
+        refusals.apply_overrides(options, made)
+    return configuration.resolved(made)
 
 
-@functools.lru_cache(maxsize=256)  # composing takes as long as a small training
-def _composed(*overrides: str) -> dict[str, Any]:
+OPTION = re.compile(r"(?!hydra\.)[a-z_][a-z0-9_.]*=")  # not what is added, taken away or swept
+GROUPS = {entry.name for entry in configuration.conf_folder().iterdir() if entry.is_dir()} | {"resume"}
+
+
+@functools.lru_cache(maxsize=256)  # Hydra takes as long to compose as a small training; to set an option is quick
+def _composed(*groups: str) -> Any:
     folder = str(configuration.conf_folder())
-    with hydra_patches.active(["run", *overrides]), initialize_config_dir(folder, version_base="1.3"):
-        return configuration.resolved(compose("config", overrides=list(overrides)))
+    with hydra_patches.active(["run", *groups]), initialize_config_dir(folder, version_base="1.3"):
+        return compose("config", overrides=list(groups))
 
 
 @dataclass
@@ -97,8 +109,11 @@ def train_ranks(world_size: int, folder: Path, *overrides: str, timeout_s: float
                 strategy: str = "ddp") -> list[Record]:  # fmt: skip
     """Train `parallel=<strategy>` on forked ranks; returns every rank's record. Raises when one fails or time is up."""
 
+    words = (f"parallel={strategy}", *overrides)
+    made = plain(*words)  # once, and in time for the next test too: what a forked rank caches is gone with it
+
     def work(ranks: Ranks) -> Record:
-        return train(folder, f"parallel={strategy}", *overrides, ranks=ranks)
+        return train(folder, *words, ranks=ranks, made=made)
 
     return on_ranks(world_size, folder, work, timeout_s)
 

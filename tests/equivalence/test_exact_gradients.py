@@ -72,7 +72,8 @@ def extreme(method: str, factors: list[float], *overrides: str) -> dict[str, Any
 
 
 @METHODS
-def test_extreme_gradients_train_the_same_bits_or_are_skipped_alike(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("plans", [(DP[1], DDP[2]), pytest.param((DDP[0], DDP[5]), marks=pytest.mark.slow)])
+def test_extreme_gradients_train_the_same_bits_or_are_skipped_alike(tmp_path: Path, method: str, plans: Any) -> None:
     made = {
         "far apart": extreme(method, [1e30, 1e-30, 1.0]),
         "subnormal": extreme(method, [1e-38, 1e-42, 0.0]),
@@ -85,7 +86,7 @@ def test_extreme_gradients_train_the_same_bits_or_are_skipped_alike(tmp_path: Pa
     assert one["zero"].skipped == 0 and 0 < one["some infinite"].skipped < 5 and 0 < one["not a number"].skipped < 5
     if method == "bin64":
         assert one["exploding"].reruns > 1
-    for plan in (DP[1], DDP[0], DDP[2], DDP[5]):
+    for plan in plans:
         for name, ranks in traces(tmp_path, plan, made).items():
             assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
 

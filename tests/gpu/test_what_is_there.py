@@ -97,15 +97,17 @@ def test_what_is_hidden_is_not_counted(tmp_path: Path, monkeypatch: pytest.Monke
     assert gpus(monkeypatch, tmp_path, torch_says, "dev/nvidia7", cpu, properties="simd_count 0\n") == found
 
 
-@pytest.mark.parametrize("words", ["", pytest.param("ema=ema", marks=pytest.mark.slow)])
-def test_what_batch_micro_auto_finds_to_fit_fits(tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize(("words", "shares"), [
+    ("", (0.9, 0.55)), *(pytest.param(words, (0.95, 0.85, 0.75, 0.65, 0.55), marks=pytest.mark.slow) for words in ("", "ema=ema")),
+])  # fmt: skip
+def test_what_batch_micro_auto_finds_to_fit_fits(tmp_path: Path, words: str, shares: tuple[float, ...]) -> None:
     """In a device of any size: with the data that lives on it, the next batch and the average."""
     base: Any = ("data.samples=120", "data.image_size=12", "batch.effective=40", "batch.micro=auto", "steps=2", "eval_every=2")
     with pretend() as machine:
         run.run_job(job(*base, *words.split()), tmp_path / "free", Ranks())
         peak = machine.peak[0]
     micros = set()
-    for i, share in enumerate((0.95, 0.85, 0.75, 0.65, 0.55)):
+    for i, share in enumerate(shares):
         with pretend(1, memory=int(peak * share)):
             run.run_job(job(*base, *words.split()), tmp_path / str(i), Ranks())
         micros.add(summary(tmp_path / str(i))["plan"]["micro_batch"])

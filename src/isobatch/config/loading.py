@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -106,7 +107,7 @@ def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
             raise ConfigError(prefix + str(key), node[key], f"{what} has no such option",
                               way_to_option(prefix, str(key), known - {"name"}, TABLES.get(prefix[:-1], {})))  # fmt: skip
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), dict(node)))
+        return OmegaConf.to_object(OmegaConf.merge(_structured(cls), dict(node)))
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         value: Any = node
@@ -114,6 +115,9 @@ def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
             value = value.get(part) if isinstance(value, Mapping) else value
         problem = complaint(str(error.msg or error).splitlines()[0])
         raise ConfigError(prefix + key, value, problem, "see the comments in conf/ for the values it takes") from None
+
+
+_structured = functools.cache(OmegaConf.structured)  # merging copies it; for every job of a sweep it would be made anew
 
 
 def check_together(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive, within
@@ -40,8 +41,9 @@ class Digits:
                       in_memory(images[:cut], labels[:cut], info, None), info)  # fmt: skip
 
 
+@cache  # the jobs of a sweep share a process
 def read_digits() -> Any:
-    """scikit-learn's digits as it ships them: a float64 array (1797, 65), 64 grey values 0 to 16 and the label.
+    """scikit-learn's digits as it ships them: a float64 array (1797, 65), 64 grey values 0 to 16 and the label; leave it so.
 
     Read without importing scikit-learn, which takes longer (3 s, in every rank) than importing torch.
     """
