@@ -97,8 +97,11 @@ def test_what_is_hidden_is_not_counted(tmp_path: Path, monkeypatch: pytest.Monke
     assert gpus(monkeypatch, tmp_path, torch_says, "dev/nvidia7", cpu, properties="simd_count 0\n") == found
 
 
+SIZES = 0.95, 0.85, 0.75, 0.65, 0.55
+
+
 @pytest.mark.parametrize(("words", "shares"), [
-    ("", (0.9, 0.55)), *(pytest.param(words, (0.95, 0.85, 0.75, 0.65, 0.55), marks=pytest.mark.slow) for words in ("", "ema=ema")),
+    ("", (0.9, 0.55)), *(pytest.param(words, SIZES, marks=pytest.mark.slow) for words in ("", "ema=ema")),
 ])  # fmt: skip
 def test_what_batch_micro_auto_finds_to_fit_fits(tmp_path: Path, words: str, shares: tuple[float, ...]) -> None:
     """In a device of any size: with the data that lives on it, the next batch and the average."""
