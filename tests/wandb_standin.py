@@ -34,6 +34,8 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, str] = field(default_factory=dict)
     exit: int | None = None
+    alerts: list[tuple[str, str, str]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
 
     def values(self, key: str) -> list[Any]:
         return [row[key] for row in self.history if key in row]
@@ -218,6 +220,10 @@ def read_offline(file: Path) -> Run:
             run.summary.update(_items(record.summary.update))
         elif kind == "metric":
             run.axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+        elif kind == "alert":
+            run.alerts.append((record.alert.title, record.alert.text, record.alert.level))
+        elif kind == "files":
+            run.files += [file.path for file in record.files.files]
         elif kind == "exit":
             run.exit = record.exit.exit_code
     return run

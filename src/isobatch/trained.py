@@ -48,7 +48,7 @@ class TrainedModel(nn.Module):
         Raises:
             ValueError: the model takes no images that files could become.
         """
-        files = self._files
+        files: Any = self._files
         if files is None:
             raise ValueError(f"{self.origin} takes inputs of shape {self.info.shape} as its data set gave them")
         size, box = files.eval_size or files.image_size, pixels.center_box(files.crop_pct)

@@ -226,22 +226,76 @@ def test_several_loggers_get_everything(tmp_path: Path, environ: Callable[..., N
 
     model = torch.nn.Linear(3, 2)
     model(torch.ones(1, 3)).sum().backward()
-    node = options("logger", {"name": "several", "mode": "offline", "histograms": "all", "system_metrics": False})
+    node = options("logger", {"name": "several", "mode": "offline", "histograms": "all", "system_metrics": False,
+                              "loggers": ["csv", "wandb", "tensorboard"], "alerts": ["failed", "nonfinite"]})  # fmt: skip
     node.check()
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
     logger = node.build(RunInfo(tmp_path, {"task": "train"}))
     logger.start(PLAN)
     row = {"step": 1, "samples": 48, "train/loss": 0.5}
     logger.log(row)
     logger.watch(row, model)
-    logger.finish(SUMMARY, 0)
+    logger.log({"step": 2, "samples": 96, "train/loss": float("nan"), "eval/loss": 2.5})
+    logger.log({"step": 3, "samples": 144, "train/loss": float("nan")})
+    logger.finish({**SUMMARY, "state": "failed", "error": "train/loss is nan at step 2 on rank 0"}, 1)
     (file,) = offline_files(tmp_path)
-    found = read_offline(file).history[1]["gradients/weight"]
+    run = read_offline(file)
+    found = run.history[1]["gradients/weight"]
     assert found["_type"] == "histogram" and sum(found["values"]) == 6
+    assert [(text, level) for _, text, level in run.alerts] == [
+        ("train/loss is nan at step 2", "ERROR"), ("train/loss is nan at step 2 on rank 0", "ERROR")]  # fmt: skip
+    assert "isobatch/config.yaml" in run.files and "isobatch/plan.json" not in run.files
+    (copy,) = (path for path in tmp_path.rglob("isobatch/config.yaml"))
+    assert copy.read_text() == "seed: 3\n"
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == [
+        "step,samples,train/loss,eval/loss", "1,48,0.5,", "2,96,nan,2.5", "3,144,nan,"]  # fmt: skip
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(48, 0.5)]
+    assert next((e.step, e.value) for e in events.Scalars("train/loss")) == (48, 0.5)
     assert events.Histograms("weights/bias")[0].histogram_value.num == 2
-    assert len(logger.how_to_look) == 3 and logger.run_id
+    assert len(logger.how_to_look) == 4 and logger.run_id
+
+
+def test_metrics_csv_goes_on_where_its_run_does(tmp_path: Path) -> None:
+    node = options("logger", {"name": "csv"})
+    node.check()
+    for samples, steps in ((0, (1, 2, 3)), (96, (3, 4))):
+        logger = node.build(RunInfo(tmp_path, {}))
+        logger.start(PLAN, samples=samples)
+        for step in steps:
+            logger.log({"step": step, "samples": 48 * step, "train/loss": step / 10, "weights": [1.0]})
+        logger.finish(SUMMARY, 0)
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["step,samples,train/loss", "1,48,0.1", "2,96,0.2", "3,144,0.3", "4,192,0.4"]
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("5,24")  # killed while it wrote
+    logger = node.build(RunInfo(tmp_path, {}))
+    logger.start(PLAN, samples=1000)
+    logger.log({"step": 6, "samples": 288, "eval/loss": 1.0})
+    logger.finish(SUMMARY, 0)
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines[0] == "step,samples,train/loss,eval/loss" and lines[-2:] == ["4,192,0.4,", "6,288,,1.0"]
+
+
+def test_which_alerts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, of its own kind alone; a run that was stopped is neither finished nor failed."""
+    with pytest.raises(ConfigError, match=r"^logger\.alerts=done: is not a valid choice; choose one of failed"):
+        options("logger", {"name": "wandb", "alerts": ["done"]})
+    sent: list[str] = []
+    logger = object.__new__(weights_and_biases.WeightsAndBiasesLogger)
+    monkeypatch.setattr(logger, "_post", lambda kind, **content: sent.append(content["title"]), raising=False)
+    logger.info, logger._alerted = RunInfo(Path("runs/a"), {}), set()
+    summaries = {"completed": SUMMARY, "stopped": {"state": "stopped"}, "failed": {"state": "failed", "error": "no memory"}}
+    for asked, states, expected in (
+        (["finished"], ("stopped", "failed", "completed", "completed"), ["a: completed"]),
+        (["failed"], ("stopped", "completed", "failed"), ["a: failed"]), ([], tuple(summaries), []),
+    ):  # fmt: skip
+        logger.options = options("logger", {"name": "wandb", "alerts": asked})
+        sent.clear()
+        logger._alerted.clear()
+        for state in states:
+            logger._tell_ending(summaries[state])
+        assert sent == expected, asked
 
 
 def test_predictions_are_pictures_in_a_table(tmp_path: Path, environ: Callable[..., None]) -> None:

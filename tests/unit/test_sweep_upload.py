@@ -38,5 +38,6 @@ def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (row,) = run.history
     assert row["comparison"]["_type"] == "table-file" and row["loss"]["_type"] == "image-file"
     (table,) = (json.loads(path.read_text()) for path in folder.rglob("*.table.json"))
+    assert {"isobatch/report.html", "isobatch/report.csv"} <= set(run.files)
     assert "job" in table["columns"] and "seed" in table["columns"]
     assert sorted(line[table["columns"].index("state")] for line in table["data"]) == ["completed", "failed"]

@@ -34,6 +34,7 @@ class LabelledImages(ABC):
         from isobatch import pixels
 
         options = options.settled({})
+        assert options.image_size is not None and options.crop_pct is not None
         self.labels = numpy.asarray(labels, dtype=numpy.int64)  # not a tensor: reading one number of it costs 20 times more
         self.options, self.transform, self.size = options, transform, options.image_size
         black, white = options.pixel_range or (None, None)
@@ -56,7 +57,7 @@ class LabelledImages(ABC):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         options = self.options
-        image = self.decode(self.data(index), self.box, self.size, options.interpolation, self.how)
+        image = self.decode(self.data(index), self.box, self.size, str(options.interpolation), self.how)
         if self.transform is not None:
             image = self.transform.after(image)
         return image, int(self.labels[index])
@@ -150,17 +151,18 @@ class ImageOptions(Reading):
         import torch
 
         options = self.settled({})
+        size: Any = options.image_size
         if len(classes) < 2:
             key = next(f"data.{name}" for name in ("root", "path") if hasattr(self, name))
             raise ConfigError(key, getattr(self, key[5:]), f"has the one class {', '.join(classes) or '(none)'} alone, and "
                               "nothing can be told apart", "add samples of a second class")  # fmt: skip
 
         mean, std = self.normalization()
-        shape = (self.in_chans, options.image_size, options.image_size)
+        shape = (self.in_chans, size, size)
         info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes),
                         self.eval_size, options.crop_pct, options.interpolation, tuple(notes))  # fmt: skip
 
-        evaluation.size = self.eval_size or options.image_size
+        evaluation.size = self.eval_size or size
 
         def split(dataset: LabelledImages) -> Split:
             return Split(dataset, targets=lambda: torch.from_numpy(dataset.labels), info=info)

@@ -10,6 +10,7 @@ from isobatch.checks import choice, positive
 from isobatch.errors import ConfigError
 from isobatch.logger.protocol import Logger, RunInfo
 
+ALERTS = ("failed", "nonfinite", "finished")
 MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -67,6 +68,8 @@ class WeightsAndBiases(Histograms):
         predictions: evaluated images shown with what the model says of them, at the end.
         log_checkpoints: none, best or last, as an artifact.
         system_metrics: load, memory and temperatures of the machine, sampled by W&B.
+        alerts: of `failed`, `nonfinite` (a loss that is no number) and `finished`: W&B sends them as you have set up there.
+        save_files: config.yaml, plan.json, summary.json and train.log as files of the run, below isobatch/.
         finish_timeout_s: longest wait for uploads at the end of a run; what is left stays on disk for `wandb sync`.
     """
 
@@ -80,6 +83,8 @@ class WeightsAndBiases(Histograms):
     predictions: int = 0
     log_checkpoints: str = "none"
     system_metrics: bool = True
+    alerts: list[str] = field(default_factory=list)
+    save_files: bool = True
     finish_timeout_s: float = 15.0
 
     def __post_init__(self) -> None:
@@ -87,6 +92,8 @@ class WeightsAndBiases(Histograms):
         choice("logger.mode", self.mode, MODES)
         choice("logger.log_checkpoints", self.log_checkpoints, ("none", "best", "last"))
         positive("logger.finish_timeout_s", self.finish_timeout_s)
+        for name in self.alerts:
+            choice("logger.alerts", name, ALERTS)
         if self.predictions < 0:
             raise ConfigError("logger.predictions", self.predictions, "is negative", "set logger.predictions=0 or more")
 
@@ -151,6 +158,21 @@ class Trackio:
 
 
 @dataclass(frozen=True)
+class Csv:
+    """metrics.csv."""
+
+    name: str = "csv"
+
+    def check(self) -> None:
+        """There is nothing that could be missing."""
+
+    def build(self, info: RunInfo) -> Logger:
+        from isobatch.logger.csv_rows import CsvLogger
+
+        return CsvLogger(info)
+
+
+@dataclass(frozen=True)
 class Several(WeightsAndBiases, TensorBoard):
     """More than one logger at once; each takes its own options from here.
 
@@ -198,5 +220,6 @@ TABLE: dict[str, Any] = {
     "wandb": WeightsAndBiases,
     "tensorboard": TensorBoard,
     "trackio": Trackio,
+    "csv": Csv,
     "several": Several,
 }

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.run_folder import layout
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -19,6 +21,7 @@ class RunInfo:
 
     Args:
         group: of runs that are shown together; None = the sweep that the folder says it belongs to.
+        files: of the run folder, that say what it was.
         trains: what it does goes on with the run that it resumes; False = it is a run of its own.
     """
 
@@ -26,6 +29,7 @@ class RunInfo:
     plain: Mapping[str, Any]
     group: str | None = None
     trains: bool = True
+    files: Sequence[str] = (layout.CONFIG, layout.PLAN, layout.SUMMARY, layout.LOG)
 
 
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # names of the columns, rows

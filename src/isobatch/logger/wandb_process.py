@@ -131,6 +131,17 @@ class Messages:
         artifact.add_dir(folder)
         self.run.log_artifact(artifact, aliases=aliases)
 
+    def alert(self, title: str, text: str, level: str) -> None:
+        self.run.alert(title=title, text=text, level=level, wait_duration=0.001)
+
+    def files(self, paths: list[str]) -> None:
+        """Copies, below a folder of their own: W&B has a config.yaml too, and a run folder may be gone before the upload."""
+        folder = Path(self.run.dir) / "isobatch"
+        folder.mkdir(exist_ok=True)
+        for path in paths:
+            shutil.copyfile(path, folder / os.path.basename(path))
+            self.run.save(str(folder / os.path.basename(path)), base_path=self.run.dir, policy="now")
+
     def summary(self, values: dict[str, Any]) -> None:
         self.run.summary.update(values)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
+import re
 import secrets
 import signal
 import string
@@ -33,6 +35,8 @@ log = logging.getLogger("isobatch")
 IMPORT_S = 60.0  # for the other process to import wandb; it began with the set-up of the run, so this is no wait
 PROBE_S = 3.0  # for the server to answer anything at all
 INIT_S = 10.0  # for it to take the run
+LARGEST_FILE = 64 << 20  # bytes of one of them
+NOT_FINITE = re.compile(r"train/loss is (nan|-?inf)")
 OPEN_S = 25.0  # for it to open the run, at worst: the probe, a try online, and then offline
 
 
@@ -44,6 +48,7 @@ class WeightsAndBiasesLogger(Logger):
         self.how_to_look: list[str] = []
         self.wants_predictions = options.predictions
         self._watched = 0
+        self._alerted: set[str] = set()
         self._imported, self._over = threading.Event(), threading.Event()
         self._missing = self._last_words = ""
         self._process = subprocess.Popen(
@@ -97,6 +102,34 @@ class WeightsAndBiasesLogger(Logger):
 
     def log(self, row: Mapping[str, Any]) -> None:
         self._post("log", row=dict(row))
+        loss = row.get("train/loss")
+        if isinstance(loss, float) and not math.isfinite(loss):
+            self._alert("nonfinite", "loss is not finite", f"train/loss is {loss} at step {row.get('step')}")
+
+    def _alert(self, kind: str, title: str, text: str) -> None:
+        """Each kind once."""
+        if kind in self.options.alerts and kind not in self._alerted:
+            self._alerted.add(kind)
+            level = "INFO" if kind == "finished" else "ERROR"
+            self._post("alert", title=f"{self.info.run_dir.name}: {title}"[:63], text=text[:1000], level=level)
+
+    def _tell_ending(self, summary: Mapping[str, Any]) -> None:
+        """How it ended, as an alert: of a loss that is no number as that, and of a failure as that; a stop is neither."""
+        state, error = summary.get("state"), str(summary.get("error"))
+        if state == "failed":
+            if NOT_FINITE.match(error):
+                self._alert("nonfinite", "loss is not finite", error)
+            self._alert("failed", "failed", error)
+        elif state != "stopped":
+            best = ", ".join(f"{metric} {value:.4g}" for metric, value in (summary.get("best") or {}).items())
+            self._alert("finished", str(state), f"{summary.get('steps')} steps; best {best or 'not known'}")
+
+    def _save_files(self) -> None:
+        """Small files of the run folder, as they are now."""
+        paths = [self.info.run_dir / name for name in self.info.files]
+        there = [str(path) for path in paths if path.is_file() and path.stat().st_size <= LARGEST_FILE]
+        if there and self.options.save_files:
+            self._post("files", paths=there)
 
     def watch(self, row: Mapping[str, Any], model: nn.Module) -> None:
         if self.options.histograms == "none":
@@ -120,6 +153,8 @@ class WeightsAndBiasesLogger(Logger):
         """Close the run and wait for it, at most `finish_timeout_s` and what opening it may still take."""
         if self.run_id is not None:
             self._post("summary", values=_flat(summary))
+            self._tell_ending(summary)
+            self._save_files()
             folder = self.info.run_dir / layout.CHECKPOINTS / self.options.log_checkpoints
             if self.options.log_checkpoints != "none" and folder.exists():
                 metadata = {key: summary.get(key) for key in ("steps", "best", "weights_sha256")}

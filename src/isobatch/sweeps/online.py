@@ -22,10 +22,10 @@ def upload(node: Mapping[str, Any], folder: Path, comparison: Comparison) -> boo
     names = (node.get("name"), *(node.get("loggers") or ()))
     if "wandb" not in names or access.resolve(str(node.get("mode", "auto"))).mode != "online":
         return False
-    keys = ("mode", "project", "entity", "finish_timeout_s")
+    keys = ("mode", "project", "entity", "finish_timeout_s", "save_files")
     options = WeightsAndBiases(run_name="comparison", **{key: node[key] for key in keys if key in node})
     group = job_facts.JobFacts(folder).group
-    logger = options.build(RunInfo(folder, {"task": "comparison"}, group))
+    logger = options.build(RunInfo(folder, {"task": "comparison"}, group, files=("report.html", "report.csv")))
     logger.start({})
     rows = [[row[column.key] for column in comparison.columns] for row in comparison.rows]
     images = {path.stem: path for path in sorted((folder / "report").glob("*.png"))}

@@ -112,8 +112,8 @@ def samples(config: Config, trained: Trained) -> tuple[Any, Split]:
                                     config.predict.column)  # fmt: skip
 
 
-def as_files(data: Any, trained: Trained) -> ImageOptions:
-    """How files are read for the model: as it was trained, but for what `data.*` states."""
+def as_files(data: Any, trained: Trained) -> Any:
+    """ImageOptions of how files are read for the model: as it was trained, but for what `data.*` states."""
     info = trained.info
     mean, std = (list(v) * info.in_chans if len(v) == 1 else list(v) for v in (info.mean, info.std))
     known = {"image_size": info.shape[-1], "eval_size": info.eval_size, "crop_pct": info.crop_pct or 1.0,
