@@ -23,6 +23,7 @@ def upto(n: int) -> list[float]:
         (10, 4, 2, "drop", [4.5]),
     ],
 )
+@pytest.mark.case(5)
 def test_a_short_window_weighs_its_true_samples(tmp_path: Path, n, micro, accumulation, tail, biases) -> None:
     record = train(tmp_path, *mean_probe(upto(n)), "batch.effective=null", f"batch.micro={micro}", "batch.shard=null",
                    f"accumulation={accumulation}", f"sampler.tail={tail}")  # fmt: skip
@@ -30,12 +31,14 @@ def test_a_short_window_weighs_its_true_samples(tmp_path: Path, n, micro, accumu
     assert summary(tmp_path)["updates"] == len(biases)
 
 
+@pytest.mark.case(4)
 def test_the_left_over_window_is_neither_dropped_nor_carried(tmp_path: Path) -> None:
     record = train(tmp_path, *mean_probe(upto(10)), "epochs=2", "batch.effective=8", "batch.micro=4", "batch.shard=null")
     assert record.last == pytest.approx([4.5, 9.5, 4.5, 9.5], abs=1e-5)
     assert rows(tmp_path, "train/loss")[0] == pytest.approx(sum(t * t for t in range(1, 9)) / 8)
 
 
+@pytest.mark.case(6)
 def test_ranks_meet_once_per_window_in_its_last_micro_step(tmp_path: Path) -> None:
     from isobatch.parallel import DistributedDataParallel
 
@@ -61,6 +64,7 @@ def test_ranks_meet_once_per_window_in_its_last_micro_step(tmp_path: Path) -> No
     assert lines == ["False _GeneratorContextManager"] * 4 + ["True _GeneratorContextManager"] * 4
 
 
+@pytest.mark.case(7)
 def test_schedule_and_log_count_updates(tmp_path: Path) -> None:
     record = train(tmp_path, *mean_probe(upto(12)), "epochs=2", "batch.effective=null", "batch.micro=2",
                    "batch.shard=null", "accumulation=3",
@@ -73,6 +77,7 @@ def test_schedule_and_log_count_updates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", [(), ("precision=amp", "precision.dtype=float16", "precision.loss_scale=1024")])
+@pytest.mark.case(8)
 def test_the_whole_window_is_clipped_once(tmp_path: Path, precision: tuple[str, ...], monkeypatch) -> None:
     from isobatch import data
     from isobatch.data import DataInfo, RandomMatrix, Split, Splits
@@ -89,6 +94,7 @@ def test_the_whole_window_is_clipped_once(tmp_path: Path, precision: tuple[str, 
     assert rows(tmp_path, "train/grad_norm")[0] == record.norms[0]
 
 
+@pytest.mark.case(11)
 def test_unequal_ranks_neither_hang_nor_skew_the_mean(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     targets = [1.0, 2.0, 3.0, 4.0, 11.0]
     one = train_ranks(2, tmp_path / "i", *mean_probe(targets), "batch.effective=2", "batch.micro=1", "batch.shard=null")
@@ -104,6 +110,7 @@ def test_unequal_ranks_neither_hang_nor_skew_the_mean(tmp_path: Path, capfd: pyt
     assert "sampler.tail=pad repeats 1 sample(s) in every epoch" in capfd.readouterr().out
 
 
+@pytest.mark.case(11)
 def test_a_rank_without_a_shard_waits_for_nobody(tmp_path: Path) -> None:
     """Five ranks, three shards in a full window and one in the tail: the same biases as on one process."""
     targets = upto(4)

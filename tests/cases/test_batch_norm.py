@@ -35,6 +35,7 @@ def norm_probe(name: str, means: list[float], *words: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.case(20)
 def test_case_20_all_ranks_and_the_checkpoint_hold_the_mean_of_the_ranks_statistics(tmp_path: Path, strategy: str) -> None:
     def work(ranks: Ranks) -> list[float]:
         seen: list[float] = []
@@ -47,6 +48,7 @@ def test_case_20_all_ranks_and_the_checkpoint_hold_the_mean_of_the_ranks_statist
     assert state_of(tmp_path / "run")["model"]["norm.running_mean"].item() == 0.5
 
 
+@pytest.mark.case(21)
 def test_case_21_the_average_counts_updates_not_micro_steps(tmp_path: Path) -> None:
     seen: list[float] = []
     words = (*mean_probe([float(i) for i in range(1, 17)]), "batch.effective=8", "batch.micro=4",
@@ -56,6 +58,7 @@ def test_case_21_the_average_counts_updates_not_micro_steps(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.case(21)
 def test_case_21_the_average_has_the_models_statistics_and_comes_back(tmp_path: Path, strategy: str) -> None:
     words = (*norm_probe("ten", [10.0] * 4, "batch.micro=2", "batch.shard=null", "ema=ema"), "batch.effective=4", "steps=2",
              f"parallel={strategy}")  # fmt: skip
@@ -75,6 +78,7 @@ def test_case_21_the_average_has_the_models_statistics_and_comes_back(tmp_path: 
     assert (on_ranks(2, tmp_path, work) if strategy == "fsdp" else [work(Ranks())]) in ([1], [1, 1])
 
 
+@pytest.mark.case(22)
 def test_case_22_an_accumulated_window_moves_the_statistics_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {}
     for name, micro in (("whole", 8), ("accumulated", 2)):

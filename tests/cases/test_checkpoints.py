@@ -27,6 +27,7 @@ DIGITS = (*BASE, "epochs=null", "log_every=1")
 
 
 @pytest.mark.parametrize(("accumulation", "steps", "stop"), [(1, 18, 8), (4, 6, 3)])
+@pytest.mark.case(12)
 def test_case_12_resume_in_mid_epoch_reads_every_sample_once(tmp_path: Path, accumulation, steps, stop) -> None:
     setting = (*mean_probe(IDS), "sampler=shuffle", "epochs=3", "batch.effective=null", "batch.micro=2", "batch.shard=null",
                f"accumulation={accumulation}")  # fmt: skip
@@ -42,6 +43,7 @@ def test_case_12_resume_in_mid_epoch_reads_every_sample_once(tmp_path: Path, acc
     assert summary(tmp_path / "rest")["steps"] == steps
 
 
+@pytest.mark.case(15)
 def test_case_15_the_loss_scale_goes_on(tmp_path: Path) -> None:
     setting = (*mean_probe([i / 12 for i in IDS]), "epochs=null", "steps=6", "batch.effective=4", "optimizer.lr=0.01",
                "precision=amp", "precision.dtype=float16", "precision.loss_scale=1024",
@@ -54,6 +56,7 @@ def test_case_15_the_loss_scale_goes_on(tmp_path: Path) -> None:
     assert seen == [8192.0]
 
 
+@pytest.mark.case(15)
 def test_case_15_a_checkpoint_without_a_scaler_loads_under_amp_with_a_note(tmp_path: Path, caplog) -> None:
     setting = (*mean_probe(IDS), "epochs=null", "steps=2", "batch.effective=4", "optimizer.lr=0.01")
     train_and_stop(tmp_path / "part", 1, *setting)
@@ -66,6 +69,7 @@ def test_case_15_a_checkpoint_without_a_scaler_loads_under_amp_with_a_note(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.case(18)
 def test_case_18_no_wrapper_leaves_its_prefix_and_every_mode_loads_every_other(tmp_path: Path, monkeypatch) -> None:
     # what is saved is the same for all modes, so each mode loading one file is each mode loading all of them
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -94,6 +98,7 @@ def test_case_18_no_wrapper_leaves_its_prefix_and_every_mode_loads_every_other(t
         assert rows(tmp_path / f"eval-{name}", "eval/loss") == expected, name
 
 
+@pytest.mark.case(18)
 def test_case_18_prefixes_of_a_foreign_file_are_stripped_and_a_file_that_matches_nothing_is_an_error(tmp_path) -> None:
     setting = (*DIGITS, "steps=2", "eval_every=2", "ema=ema")
     train(tmp_path / "a", *setting)
@@ -115,6 +120,7 @@ def test_case_18_prefixes_of_a_foreign_file_are_stripped_and_a_file_that_matches
         train(tmp_path / "c", *setting, "task=evaluate", f"resume={tmp_path / 'a'}")
 
 
+@pytest.mark.case(18)
 def test_case_18_a_part_that_is_called_as_a_prefix_keeps_its_name(tmp_path: Path) -> None:
     class Inner(torch.nn.Module):
         def __init__(self) -> None:
@@ -135,6 +141,7 @@ def test_case_18_a_part_that_is_called_as_a_prefix_keeps_its_name(tmp_path: Path
                 lambda state: {**state, "model": {f"module.{k}": v for k, v in state["model"].items()}})  # fmt: skip
 
 
+@pytest.mark.case(18)
 def test_case_18_the_exported_weights_load_into_timm(tmp_path: Path) -> None:
     import timm
     from safetensors.torch import load_file
@@ -181,6 +188,7 @@ def _die_in_a_save(folder: Path, setting: tuple[str, ...], step: int) -> None:
     train(folder, *setting, "checkpoint.resume=auto", observe=observe)
 
 
+@pytest.mark.case(23)
 def test_case_23_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Path, caplog) -> None:
     setting = (*DIGITS, "steps=6", "eval_every=6", "checkpoint.every=2")
     whole = train(tmp_path / "whole", *setting)
@@ -212,6 +220,7 @@ def test_case_23_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Pat
         ("eval/loss", [1.0, float("nan"), float("nan"), 1.5], (1, 1.0)),
     ],
 )
+@pytest.mark.case(24)
 def test_case_24_the_best_score_survives_a_resume(tmp_path: Path, monkeypatch, metric, scores, best) -> None:
     script = iter(scores)
 
@@ -232,6 +241,7 @@ def test_case_24_the_best_score_survives_a_resume(tmp_path: Path, monkeypatch, m
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.case(25)
 def test_case_25_the_rest_of_a_run_is_the_rest_of_that_run(tmp_path: Path, world_size) -> None:
     probe = [word for word in mean_probe([i / 12 for i in IDS]) if not word.startswith("model")]
     setting = (*probe, "sampler=shuffle", "epochs=4", "batch.effective=null", "batch.micro=2",
@@ -270,6 +280,7 @@ print(",".join(sorted(state)))
 """
 
 
+@pytest.mark.case(26)
 def test_case_26_opens_in_todays_torch_without_this_program(tmp_path: Path) -> None:
     setting = (*DIGITS, "steps=2", "optimizer=sgd", "optimizer.lr=0.1", "precision=amp", "ema=ema", "model.norm=true")
     whole = train(tmp_path / "whole", *setting)

@@ -61,6 +61,7 @@ def ids(steps: list[list[Any]]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.case(10)
 def test_each_epoch_has_an_order_of_its_own(workers: int, world: int) -> None:
     """Case 10."""
     per_epoch = 6 // world
@@ -75,6 +76,7 @@ def test_each_epoch_has_an_order_of_its_own(workers: int, world: int) -> None:
 
 @pytest.mark.parametrize(("accumulation", "total", "stop"), [(1, 18, 8), (4, 6, 3)])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.case(12)
 def test_a_resume_in_mid_epoch_repeats_and_loses_nothing(accumulation: int, total: int, stop: int, workers: int) -> None:
     """Case 12. The windows are a function of the step, so what is asked after the stop is what would have come."""
     whole = record(12, 2, 1, accumulation, range(total), workers)
@@ -84,6 +86,7 @@ def test_a_resume_in_mid_epoch_repeats_and_loses_nothing(accumulation: int, tota
     assert sorted(i for (rank,) in second for i in rank) == list(range(12))
 
 
+@pytest.mark.case(13)
 def test_random_augmentation_is_random_and_repeatable() -> None:
     """Case 13."""
     steps = record(16, 1, 2, 1, range(16), workers=2)
@@ -112,6 +115,7 @@ def processes_below(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.case(34)
 def test_workers_end_with_their_job_in_a_sweep_on_two_ranks(tmp_path: Path) -> None:
     """Case 34: evaluation in mid-epoch, two jobs, two ranks, two workers each for training and evaluation."""
     words = ["-m", "parallel=ddp", "parallel.nproc=2", "data.num_workers=2", "eval_every=2", "steps=5", "epochs=null",

@@ -30,6 +30,7 @@ def evaluate(right: list[bool], batch_size: int, ranks: Ranks) -> dict[str, floa
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.case(9)
 def test_no_sample_counts_twice_at_any_number_of_ranks(tmp_path: Path, world_size: int) -> None:
     right = [False, False, *[True] * 8]
     alone = evaluate(right, 2, Ranks())
@@ -40,6 +41,7 @@ def test_no_sample_counts_twice_at_any_number_of_ranks(tmp_path: Path, world_siz
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.case(31)
 def test_the_score_does_not_depend_on_the_batch_size(tmp_path: Path, batch_size: int) -> None:
     right = [True] * 4 + [False]
     for result in [evaluate(right, batch_size, Ranks()), *on_ranks(2, tmp_path, lambda r: evaluate(right, batch_size, r))]:
@@ -48,6 +50,7 @@ def test_the_score_does_not_depend_on_the_batch_size(tmp_path: Path, batch_size:
         assert "eval/accuracy_top5" not in result  # of two classes
 
 
+@pytest.mark.case(31)
 def test_top_5_counts_the_first_five_of_more_classes() -> None:
     logits = torch.arange(6.0).repeat(3, 1)  # class 5 first, class 0 last
     targets = torch.tensor([5, 1, 0])
@@ -58,6 +61,7 @@ def test_top_5_counts_the_first_five_of_more_classes() -> None:
     assert (result["eval/accuracy"], result["eval/accuracy_top5"]) == (1 / 3, 2 / 3)
 
 
+@pytest.mark.case(31)
 def test_the_training_loss_is_a_mean_over_samples(tmp_path: Path) -> None:
     """The same first loss for every cut of an uneven window."""
     losses = []
@@ -69,6 +73,7 @@ def test_the_training_loss_is_a_mean_over_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.case(32)
 def test_evaluation_and_saving_may_take_longer_than_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, a model with batch norm, a limit of 6 s; evaluating and saving take 7 s each."""
     slots = Evaluator._slots

@@ -20,6 +20,7 @@ CLIP = torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 1)
 
 
 # -- case 14: a skipped step moves nothing -------------------------------------------------------------------------------
+@pytest.mark.case(14)
 def test_a_skipped_step_moves_neither_schedule_nor_ema_nor_count(tmp_path: Path) -> None:
     averages: list[float] = []
     record = train(tmp_path, *mean_probe([1, BAD, 3, 4, 5, 6]), *FP16, "batch.effective=1", "ema=ema",
@@ -38,6 +39,7 @@ def test_a_skipped_step_moves_neither_schedule_nor_ema_nor_count(tmp_path: Path)
     assert averages[-1] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.case(14)
 def test_one_bad_micro_batch_costs_its_window_alone(tmp_path: Path) -> None:
     targets = [1, 2, 3, 4, BAD, 6, 7, 8, 9]
     record = train(tmp_path, *mean_probe(targets), *FP16, "batch.effective=3", "batch.micro=1", "batch.shard=null")
@@ -45,6 +47,7 @@ def test_one_bad_micro_batch_costs_its_window_alone(tmp_path: Path) -> None:
     assert summary(tmp_path)["skipped_steps"] == 1
 
 
+@pytest.mark.case(14)
 def test_batch_norm_does_not_learn_from_a_skipped_step(tmp_path: Path) -> None:
     inputs = torch.randn(8, 1, 8, 8)
     inputs[3] = math.inf
@@ -57,6 +60,7 @@ def test_batch_norm_does_not_learn_from_a_skipped_step(tmp_path: Path) -> None:
     assert seen[0] == (0.0, 0) and seen[1][0] != 0.0 and seen[1][1] == 1
 
 
+@pytest.mark.case(14)
 def test_a_scale_that_collapses_stops_with_advice(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match=r"min_loss_scale=1\).*precision=bf16"):
         train(tmp_path, *mean_probe([BAD] * 20), *FP16, "batch.effective=1", "precision.loss_scale=4")
@@ -65,6 +69,7 @@ def test_a_scale_that_collapses_stops_with_advice(tmp_path: Path) -> None:
 
 
 # -- case 15: the scale survives a resume --------------------------------------------------------------------------------
+@pytest.mark.case(15)
 def test_the_scale_and_its_counter_are_resumed(tmp_path: Path) -> None:
     words = (*mean_probe([1, 2, 3, 4, 5, 6]), *FP16, "precision.growth_interval=2", "batch.effective=1", "epochs=null")
     train(tmp_path / "a", *words, "steps=5")
@@ -73,6 +78,7 @@ def test_the_scale_and_its_counter_are_resumed(tmp_path: Path) -> None:
     assert rows(tmp_path / "b", "train/loss_scale")[-1] == 8192
 
 
+@pytest.mark.case(15)
 def test_a_checkpoint_without_a_scaler_loads_under_amp_and_says_so(tmp_path: Path, caplog) -> None:
     words = (*mean_probe([1, 2, 3, 4]), "batch.effective=1", "epochs=null")
     train(tmp_path / "a", *words, "steps=2")
@@ -84,6 +90,7 @@ def test_a_checkpoint_without_a_scaler_loads_under_amp_and_says_so(tmp_path: Pat
 
 
 # -- case 16: accumulation, amp and clipping -----------------------------------------------------------------------------
+@pytest.mark.case(16)
 def test_gradients_are_unscaled_once_per_window(tmp_path: Path) -> None:
     record = train(tmp_path, *mean_probe(list(range(1, 11))), *FP16, "batch.effective=6", "batch.micro=2", "batch.shard=null",
                    "max_grad_norm=1000")  # fmt: skip
@@ -91,6 +98,7 @@ def test_gradients_are_unscaled_once_per_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("level", "scale"), [("O1", 65536), ("O2", 32768)])
+@pytest.mark.case(16)
 def test_clipping_sees_the_true_gradient(tmp_path: Path, level: str, scale: int) -> None:
     record = train(tmp_path, *QUIET, *model_of("zero", lambda info: Scaled(0.0)),
                    *data_of("half_ones", torch.full((1, 1), 0.5), torch.zeros(1, 1)), *PLAIN_SGD, "optimizer.lr=1",
@@ -102,6 +110,7 @@ def test_clipping_sees_the_true_gradient(tmp_path: Path, level: str, scale: int)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.case(16)
 def test_a_window_is_clipped_as_a_whole_under_amp(tmp_path: Path, level: str) -> None:
     record = train(tmp_path, *QUIET, *data_of("clip", *CLIP), "model=linear", "model.init=zeros", "model.bias=false",
                    *PLAIN_SGD, "optimizer.lr=1", "loss=output_mean", "steps=1", "batch.effective=2", "batch.micro=1",
@@ -129,6 +138,7 @@ LEVELS = {  # weights, batch norm, what the optimizer updates, what the forward 
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.case(17)
 def test_dtypes_of_a_level(tmp_path: Path, level: str) -> None:
     weights, norm, updated, forward, autocast, scale, saved = LEVELS[level]
     found: dict[str, object] = {}
@@ -171,6 +181,7 @@ def test_dtypes_of_a_level(tmp_path: Path, level: str) -> None:
 
 
 @pytest.mark.parametrize(("level", "end"), [("O2", 0.99), ("O3", 1.0), ("bf16_pure", 0.99)])
+@pytest.mark.case(17)
 def test_masters_move_where_half_weights_stand_still(tmp_path: Path, level: str, end: float) -> None:
     record = train(tmp_path, *QUIET, *model_of("one", lambda info: Scaled(1.0)),
                    *data_of("ones", torch.ones(1, 1), torch.zeros(1, 1)), *PLAIN_SGD, "optimizer.lr=1e-4",

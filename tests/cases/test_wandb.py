@@ -32,6 +32,7 @@ def everything_written(folder: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.case(27)
 def test_27_one_run_for_all_ranks(tmp_path: Path) -> None:
     environ = {**bare_environ(tmp_path), "WANDB_MODE": "offline"}
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -47,6 +48,7 @@ def test_27_one_run_for_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.case(28)
 def test_28_one_run_per_job_of_a_sweep(tmp_path: Path) -> None:
     environ = {**bare_environ(tmp_path), "WANDB_MODE": "offline"}
     done = command("-m", *TINY, "accumulation=1,0,3", "optimizer.lr=0.1", "steps=2", environ=environ)
@@ -65,6 +67,7 @@ def test_28_one_run_per_job_of_a_sweep(tmp_path: Path) -> None:
     assert "${" not in json.dumps(runs[1].config) and "???" not in json.dumps(runs[1].config)
 
 
+@pytest.mark.case(28)
 def test_28_failed_run_is_closed_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(JobFailed, match="train/loss is"):
@@ -76,6 +79,7 @@ def test_28_failed_run_is_closed_as_failed(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
+@pytest.mark.case(29)
 def test_29_without_the_package(tmp_path: Path) -> None:
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "wandb.py").write_text("raise ImportError('blocked')\n")
@@ -86,6 +90,7 @@ def test_29_without_the_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.case(29)
 def test_29_offline_waits_for_no_server(tmp_path: Path) -> None:
     """A proxy that answers nothing stands for a network that is not there."""
     took = {}
@@ -100,6 +105,7 @@ def test_29_offline_waits_for_no_server(tmp_path: Path) -> None:
     assert len(offline_files(tmp_path / "offline")) == 1 and not list((tmp_path / "disabled").rglob("*.wandb"))
 
 
+@pytest.mark.case(29)
 def test_29_online_without_a_key_is_refused_at_once(tmp_path: Path) -> None:
     done = command(*TINY, "steps=1", "logger.mode=online", environ=bare_environ(tmp_path))
     assert done.returncode == 2
@@ -108,17 +114,20 @@ def test_29_online_without_a_key_is_refused_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("plan.json"))  # written when data and model are there
 
 
+@pytest.mark.case(29)
 def test_29_disabled_leaves_no_folder(tmp_path: Path) -> None:
     train(tmp_path / "run", *TINY, "logger=wandb", "logger.mode=disabled", "steps=1")
     assert (tmp_path / "run" / "summary.json").exists() and not list(tmp_path.rglob("*wandb*"))
 
 
+@pytest.mark.case(30)
 def test_30_dashes_are_refused(tmp_path: Path) -> None:
     done = command("--optimizer.lr=0.1", environ=bare_environ(tmp_path))
     assert done.returncode == 2 and "write optimizer.lr=0.1" in done.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.case(30)
 def test_30_agent_runs_our_sweep_file(tmp_path: Path) -> None:
     """`wandb agent` end to end, with two self-launched ranks in each job, against a server on loopback."""
     sweep = yaml.safe_load((conf_folder() / "wandb_sweep.yaml").read_text())

@@ -18,6 +18,7 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.case(1)
 def test_case_1_ranks_that_come_late_share_one_folder_and_one_config(tmp_path: Path) -> None:
     three = [word.replace("=2", "=3") if "nproc" in word else word for word in TORCHRUN]
     ended = run([*three, "parallel=ddp", "logger.run_name=${now:%H-%M-%S-%f}"], tmp_path, STANDIN_LATE="1.2")
@@ -31,6 +32,7 @@ def test_case_1_ranks_that_come_late_share_one_folder_and_one_config(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.case(2)
 def test_case_2_a_sweep_under_torchrun_trains_each_job_as_alone(tmp_path: Path) -> None:
     words = (*BASE, "data=synthetic", "data.samples=12", "data.eval_samples=4", "data.image_size=8", "epochs=2",
              "batch.effective=null", "batch.micro=1", "batch.shard=null", "reduction=exact", "log_every=1")  # fmt: skip
@@ -49,6 +51,7 @@ def test_case_2_a_sweep_under_torchrun_trains_each_job_as_alone(tmp_path: Path) 
 
 @pytest.mark.parametrize("chdir", ["true", "false"])
 @pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
+@pytest.mark.case(3)
 def test_case_3_inputs_are_where_they_were_typed_and_outputs_in_the_jobs_folder(tmp_path: Path, chdir: str,
                                                                                 mode: tuple[str, ...]) -> None:  # fmt: skip
     typed_in = tmp_path / "typed_in"

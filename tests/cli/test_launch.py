@@ -101,6 +101,7 @@ def torchruns_port_taken() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.case(35)
 def test_two_torchruns_at_once_beside_a_taken_port_do_not_meet(tmp_path: Path) -> None:
     with torchruns_port_taken():
         both = [Started([*TORCHRUN, "parallel=ddp", f"accumulation={n}"], tmp_path) for n in (2, 3)]
@@ -116,6 +117,7 @@ def test_more_ranks_than_a_machine_can_run_are_refused(tmp_path: Path) -> None:
     assert ended.own_lines()[0].startswith("isobatch: parallel.nproc=100000: is more than a run starts itself")
 
 
+@pytest.mark.case(35)
 def test_a_taken_port_that_was_asked_for_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

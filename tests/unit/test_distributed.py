@@ -9,22 +9,26 @@ from isobatch.launch import check_joined, devices
 from isobatch.runtime.distributed import Ranks, choose_backend, device_name, ranks_from_environment
 
 
+@pytest.mark.case(33)
 def test_the_local_rank_decides_the_device() -> None:
     ranks = ranks_from_environment({"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert ranks == Ranks(5, 6, 1, 2)
     assert device_name(ranks.local_rank, ranks.local_world_size, accelerators=2) == "cuda:1"
 
 
+@pytest.mark.case(33)
 def test_device_numbers_are_logical(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert device_name(0, 2, accelerators=2) == "cuda:0"
 
 
+@pytest.mark.case(33)
 def test_more_processes_than_devices_are_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.nproc=3: 3 processes on this machine share 2 visible"):
         device_name(0, 3, accelerators=2)
 
 
+@pytest.mark.case(33)
 def test_without_accelerator_it_is_cpu_and_gloo() -> None:
     assert device_name(2, 3, accelerators=0) == "cpu"
     assert choose_backend(None, "cpu") == "gloo"

@@ -67,6 +67,7 @@ def test_a_run_moves_between_strategies_and_stays_the_same_run(tmp_path: Path) -
     assert rows(tmp_path / "single", "train/loss") == pytest.approx(rows(tmp_path / "whole", "train/loss")[4:], abs=1e-6)
 
 
+@pytest.mark.case(18)
 def test_case_18_a_sharded_run_evaluates_what_others_saved_and_digests_its_whole_weights(tmp_path: Path) -> None:
     words = (*DIGITS, "steps=2", "sweep.tolerance=1e-5")
     train(tmp_path / "a", *words)
@@ -158,6 +159,7 @@ def test_a_branch_that_some_shards_miss_is_told_and_left_alone_on_request(tmp_pa
                 assert ours == pytest.approx(theirs, abs=1e-6)
 
 
+@pytest.mark.case(19)
 def test_case_19_a_teacher_is_never_cut(tmp_path: Path) -> None:
     from test_loss import TAUGHT, WORDS, run_with_teacher
 
