@@ -51,7 +51,8 @@ class SharpnessAware:
             self._climb()
             self.working.push_weights()
             return False
-        torch._foreach_copy_(list[Tensor](self.moved), self.before)
+        for p, value in zip(self.moved, self.before, strict=True):  # one by one: DTensor has no list of them
+            p.copy_(value)
         self.working.push_weights()
         self.before = None
         return True
