@@ -191,6 +191,17 @@ class Window(NamedTuple):
         return min(self.num_shards, self.size)
 
 
+class Since(NamedTuple):
+    """Where these windows begin: after `step` steps with others, at a position of an epoch that those had begun."""
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+
+
+BEGINNING = Since()
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """A batch laid over epochs of `order_size` positions.
@@ -199,11 +210,13 @@ class BatchPlan:
         order_size: positions of one epoch's order, as the sampler states it.
         tail: `keep` the last window at its true size, `drop` it, or `pad` the order with its own first positions up
             to a multiple of the number of shards, as torch's DistributedSampler does.
+        since: a run whose batch has changed goes on where its data stopped; the rest of that epoch has a tail of its own.
     """
 
     batch: Batch
     order_size: int
     tail: str = "keep"
+    since: Since = BEGINNING
 
     def __post_init__(self) -> None:
         if self.order_size < 1:
@@ -218,12 +231,16 @@ class BatchPlan:
     @cached_property
     def epoch_size(self) -> int:
         """Positions consumed in one epoch, after `tail`."""
-        effective, shards = self.batch.effective, self.batch.num_shards
+        return self._consumed(0)
+
+    def _consumed(self, position: int) -> int:
+        """Positions consumed from `position` to the end of its epoch, after `tail`."""
+        rest, effective, shards = max(0, self.order_size - position), self.batch.effective, self.batch.num_shards
         if self.tail == "drop":
-            return self.order_size - self.order_size % effective
+            return rest - rest % effective
         if self.tail == "pad":
-            return ceil_div(self.order_size, shards) * shards
-        return self.order_size
+            return ceil_div(rest, shards) * shards
+        return rest
 
     @cached_property
     def windows_per_epoch(self) -> int:
@@ -234,21 +251,40 @@ class BatchPlan:
         """Samples of the last window of an epoch (the effective batch when it divides the epoch)."""
         return self.epoch_size - (self.windows_per_epoch - 1) * self.batch.effective
 
+    @property
+    def smallest_tail(self) -> int:
+        """Samples of the smallest last window: `tail_size`, or that of the epoch of `since`."""
+        rest = self._consumed(self.since.position) % self.batch.effective
+        return min(self.tail_size, rest or self.tail_size)
+
+    @cached_property
+    def end_of_first(self) -> int:
+        """Where the epoch of `since` ends. May pass `epoch_size`, by less than the number of shards."""
+        return self.since.position + self._consumed(self.since.position)
+
+    @cached_property
+    def ahead(self) -> int:
+        """Steps that the run has made beyond those of a run with these windows from the start, when that epoch ends."""
+        left = ceil_div(self._consumed(self.since.position), self.batch.effective)
+        return self.since.step + left - (self.since.epoch + 1) * self.windows_per_epoch
+
     def window(self, step: int) -> Window:
-        """The window of global step `step` (0-based). Positions may pass `order_size` under `tail=pad`: wrap them."""
-        epoch, index = divmod(step, self.windows_per_epoch)
-        start = index * self.batch.effective
-        positions = range(start, min(start + self.batch.effective, self.epoch_size))
-        return Window(step, epoch, positions, self.batch.num_shards)
+        """The window of global step `step` (0-based, not before `since`). Positions may pass `order_size` under `tail=pad`:
+        wrap them."""
+        epoch, index = divmod(step - self.ahead, self.windows_per_epoch)
+        start, end = index * self.batch.effective, self.epoch_size
+        if epoch == self.since.epoch:
+            start, end = self.since.position + (step - self.since.step) * self.batch.effective, self.end_of_first
+        return Window(step, epoch, range(start, min(start + self.batch.effective, end)), self.batch.num_shards)
 
     def samples_before(self, step: int) -> int:
-        """Samples consumed by steps 0 .. step-1."""
-        epochs, index = divmod(step, self.windows_per_epoch)
-        return epochs * self.epoch_size + index * self.batch.effective
+        """Samples of whole epochs and of the windows before `step`, from the start."""
+        window = self.window(step)
+        return window.epoch * self.epoch_size + window.positions.start
 
     def smallest_shard(self) -> int:
         """Samples of the smallest non-empty shard of any window (batch norm cannot use a shard of one)."""
-        sizes = [self.tail_size] if self.windows_per_epoch == 1 else [self.batch.effective, self.tail_size]
+        sizes = [self.smallest_tail] if self.windows_per_epoch == 1 else [self.batch.effective, self.smallest_tail]
         return min(max(1, size // self.batch.num_shards) for size in sizes)
 
     def as_dict(self) -> dict[str, int]:

@@ -118,12 +118,12 @@ class Run:
         chosen = self.choose_batch(model, splits)
         batch = chosen.batch
         order_size = config.sampler.order_size(len(splits.train))
-        plan = BatchPlan(batch, order_size, config.sampler.tail)
+        plan = self.resume.placed(BatchPlan(batch, order_size, config.sampler.tail))
         if self.resume.saved is not None or not self.resume.uses_weights:  # else nothing is normalised by shards
             batch_norm.apply_policy(model, config.model.batch_norm, plan, ranks, device)
         if looks_ahead := self.task.trains or self.task.built == "plan":
             graph.check(config, batch.accumulation_steps, device)
-        total = config.steps or config.epochs * plan.windows_per_epoch  # type: ignore[operator]
+        total = config.steps or plan.ahead + config.epochs * plan.windows_per_epoch  # type: ignore[operator]
         self.config = config = dataclasses.replace(config, ema=in_updates(config.ema, total, plan.windows_per_epoch))
         self.plan = {**plan.as_dict(), "world_size": self.world.world_size}
         ahead = preview(config, model, splits, batch, device) if ranks.is_main else Preview()
@@ -137,11 +137,11 @@ class Run:
             **({"micro_tried": chosen.tried} if chosen.tried else {}), **ahead.record,
         })  # fmt: skip
         facts = {**self.plan, "steps": total, "samples_per_epoch": order_size, "train_samples": len(splits.train),
-                 "eval_samples": len(splits.eval), **Signature.of(splits.info).facts()}  # fmt: skip
+                 "eval_samples": len(splits.eval), "since": list(plan.since), **Signature.of(splits.info).facts()}  # fmt: skip
         self.about = {"config": config.plain, "plan": facts, "identity": identity}  # what a checkpoint says of its run
         together = batch_norm.decided_by(model, config.model.batch_norm)
-        resumed = self.resume.check(facts, identity, config.reduction.exact, together, plan.windows_per_epoch)
-        self.console = make_console(ranks.is_main, total, plan.windows_per_epoch)
+        resumed = self.resume.check(facts, identity, config.reduction.exact, together, plan)
+        self.console = make_console(ranks.is_main, total, plan.windows_per_epoch, plan.ahead)
         sharing = decide(config, model, splits, plan, self.world, device) if looks_ahead else Sharing(1)
         notes = [*splits.info.notes, *resumed, *chosen.words, *([sharing.note] if sharing.note else [])]
         if self.task.trains and (note := config.ema.note(total)):
@@ -192,7 +192,7 @@ class Run:
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
         reducer = elements.in_front_of(reducer, given, SAMPLES, plan.batch, ranks, device)
         reducer = sharpness.around(config.optimizer, reducer, working, [p for p in model.parameters() if p.requires_grad])
-        rules = governed(config, model, optimizer, total, plan.windows_per_epoch, splits.info, average is not None)
+        rules = governed(config, model, optimizer, total, plan, splits.info, average is not None)
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
                            followers={**rules.followers, "leaders": checkpointer.leaders})  # fmt: skip
@@ -239,6 +239,7 @@ class Run:
             schedule=rules.schedule, stopping=rules.stopping, ending=self.resume.ended(rules.stopping.ending),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
+            ahead=0 if config.eval_every else plan.ahead,
             stop_requested=lambda: STOP.requested, log_weights=config.log_weights, warmup=config.warmup,
             audit=determinism.heard(repeat.wanted(config, ranks, lanes), ranks, self.files),
         )  # fmt: skip

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from isobatch.batch_plan import Batch, BatchPlan, resolve_batch
+from isobatch.batch_plan import Batch, BatchPlan, Since, resolve_batch
 from isobatch.data.feed import Feed
 from isobatch.errors import ConfigError
 
@@ -181,3 +181,27 @@ def test_contradictions_are_refused(given_: tuple[int | None, ...], key: str, sa
 def test_an_epoch_smaller_than_a_window_under_drop_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing is left"):
         BatchPlan(Batch(8, 8, 1), 5, "drop")
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop", "pad"])
+@pytest.mark.parametrize(("size", "before", "after"), [
+    (10, (4, 2), (6, 3)), (23, (2, 1), (6, 2)), (12, (6, 2), (2, 1)), (9, (4, 4), (4, 1)),
+])  # fmt: skip
+def test_another_batch_goes_on_where_the_data_stopped(tail: str, size: int, before: tuple[int, int],
+                                                      after: tuple[int, int]) -> None:  # fmt: skip
+    was = BatchPlan(Batch(*before, 1), size, tail)
+    for step in range(2 * was.windows_per_epoch + 1):
+        stopped = was.window(step)
+        now = BatchPlan(Batch(*after, 1), size, tail, Since(step, stopped.epoch, stopped.positions.start))
+        first, end = stopped.positions.start, stopped.epoch + 1
+        for later in range(step, now.ahead + end * now.windows_per_epoch):
+            window = now.window(later)
+            assert (window.step, window.epoch, window.positions.start) == (later, stopped.epoch, first) and window.size > 0
+            first = window.positions.stop
+        left = first - stopped.positions.start
+        rest = max(0, size - stopped.positions.start)
+        pad = -(-rest // now.batch.num_shards) * now.batch.num_shards
+        assert left == {"keep": rest, "drop": rest - rest % after[0], "pad": pad}[tail]
+        follows = now.window(now.ahead + end * now.windows_per_epoch)
+        assert (follows.epoch, follows.positions.start) == (end, 0)
+    assert BatchPlan(Batch(*after, 1), size, tail).ahead == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from checkpoint_tools import cut, digest, rewrite, same, state_of, train_and_stop, training
 from harness import BASE, on_ranks, rows, summary, train
 
-from isobatch.errors import ConfigError, JobFailed
+from isobatch.errors import ConfigError, JobFailed, Stopped
 from isobatch.evaluate.evaluator import Evaluator
+from isobatch.launch.signals import STOP
 from isobatch.train import loop
 
 # everything that has a state: momentum, batch norm, dropout, EMA, a schedule with warmup, a growing loss scale
@@ -298,13 +300,43 @@ def test_a_state_that_does_not_fit_is_one_line(tmp_path: Path, whole: Path) -> N
             train(tmp_path / f"rest{number}", *RICH, *SCALED, f"resume={run}")
 
 
-def test_another_batch_says_where_the_data_go_on(tmp_path: Path, caplog) -> None:
+def positions_of(folder: Path, *words: str, stop: int | None = None) -> list[tuple[int, int, int]]:
+    """(epoch, first position, last position) of the windows that a training reads."""
+    seen: list[tuple[int, int, int]] = []
+
+    def observe(state, parts, data) -> None:
+        seen.append((data.window.epoch, data.window.positions.start, data.window.positions.stop))
+        STOP.requested = 15 * (state.step + 1 == stop)
+
+    try:
+        train(folder, *words, observe=observe)
+    except Stopped:
+        assert stop is not None
+    finally:
+        STOP.requested = 0
+    return seen
+
+
+def test_another_batch_goes_on_at_the_next_sample(tmp_path: Path, caplog) -> None:
+    """An epoch of 42 samples, stopped after 16 of them, goes on in windows of 12; also after a second stop."""
     caplog.set_level("INFO", "isobatch")
-    words = (*BASE, "epochs=null", "batch.micro=2", "eval_every=100")
-    train(tmp_path / "run", *words, "batch.effective=2", "steps=6")
-    more = ("allow_contract_change=true", "steps=8", f"resume={tmp_path / 'run'}")
-    train(tmp_path / "larger", *words, "batch.effective=6", *more)
-    assert "with this batch is sample 36 of epoch 1: after 12 samples of training 24 are left out" in caplog.text
+    rich = tuple(word for word in RICH if word.split("=")[0] not in ("epochs", "steps", "eval_every", "batch.effective"))
+    words = (*rich, "steps=null", "epochs=2", "eval_every=null", "batch.micro=4", "scheduler.warmup=0", "model.norm=false")
+    run = tmp_path / "run"
+    positions_of(run, *words, "batch.effective=8", stop=2)
+    more = (*words, "batch.effective=12", "allow_contract_change=true", f"resume={run}")
+    rest = [(0, 16, 28), (0, 28, 40), (0, 40, 42), (1, 0, 12), (1, 12, 24), (1, 24, 36), (1, 36, 42)]
+    assert positions_of(tmp_path / "whole", *more) == rest
+    assert "from step 2 on there are other windows: the data go on at sample 16 of epoch 1" in caplog.text
+    assert rows(tmp_path / "whole", "eval/loss")[-1] and summary(tmp_path / "whole")["samples"] == 84
+    evaluated = [row["step"] for row in map(json.loads, (tmp_path / "whole/metrics.jsonl").read_text().splitlines())
+                 if "eval/loss" in row]  # fmt: skip
+    assert evaluated == [5, 9]  # the ends of the two epochs
+    lrs = rows(tmp_path / "whole", "train/lr")
+    assert lrs[0] == pytest.approx(2e-3 * 0.5 * (1 + math.cos(math.pi * 1 / 8))) and lrs[3] == pytest.approx(1e-3)
+    again = (*words, "batch.effective=12", "allow_contract_change=true")
+    assert positions_of(run, *again, f"resume={run}", stop=4) == rest[:2]
     caplog.clear()
-    train(tmp_path / "same", *words, "batch.effective=2", *more)
-    assert "with this batch" not in caplog.text
+    assert positions_of(run, *again, f"resume={run}") == rest[2:]
+    assert "other windows" not in caplog.text
+    assert same(training(state_of(run)), training(state_of(tmp_path / "whole")))

@@ -44,14 +44,14 @@ class Console:
         """After training. Takes down what moves, however the run ended."""
 
 
-def make_console(is_main: bool, total_steps: int, steps_per_epoch: int) -> Console:
+def make_console(is_main: bool, total_steps: int, steps_per_epoch: int, ahead: int = 0) -> Console:
     """A live one on a terminal, lines elsewhere (files, pipes, notebooks), nothing on ranks other than the main one."""
     if not is_main:
         return Console()
     if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         from isobatch.console.live import LiveConsole
 
-        return LiveConsole(total_steps, steps_per_epoch)
+        return LiveConsole(total_steps, steps_per_epoch, ahead)
     from isobatch.console.plain import PlainConsole
 
-    return PlainConsole(total_steps, steps_per_epoch)
+    return PlainConsole(total_steps, steps_per_epoch, ahead)

@@ -29,8 +29,8 @@ BAR = (12, 36)
 class LiveConsole(Console):
     """Only the thread that redraws the bar formats anything; the training leaves numbers behind."""
 
-    def __init__(self, total_steps: int, steps_per_epoch: int):
-        self.total, self.epochs = total_steps, -(-total_steps // steps_per_epoch)
+    def __init__(self, total_steps: int, steps_per_epoch: int, ahead: int = 0):
+        self.total, self.epochs = total_steps, -((ahead - total_steps) // steps_per_epoch)
         self.now = self.epoch = 0
         self.row: Mapping[str, Any] = {}
         self._pace = Pace(total_steps)

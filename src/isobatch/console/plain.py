@@ -26,9 +26,9 @@ QUIET_S = 5.0  # between two lines of progress: a log file of a long run is stil
 class PlainConsole(Console):
     """Prints to standard output, and the same to train.log."""
 
-    def __init__(self, total_steps: int, steps_per_epoch: int):
+    def __init__(self, total_steps: int, steps_per_epoch: int, ahead: int = 0):
         self.total, self.per_epoch = total_steps, steps_per_epoch
-        self.epochs = -(-total_steps // steps_per_epoch)
+        self.epochs = -((ahead - total_steps) // steps_per_epoch)
         self._pace = Pace(total_steps)
         self._said = 0.0
         self._last_said = True

@@ -150,10 +150,11 @@ class Feed:
 
     def _padded(self, order: Tensor) -> Tensor:
         """`tail=pad` repeats the order's own start, as often as needed, as DistributedSampler does."""
-        missing = self.plan.epoch_size - len(order)
+        size = max(self.plan.epoch_size, self.plan.end_of_first)
+        missing = size - len(order)
         if missing <= 0:
             return order
-        return order.repeat(missing // len(order) + 2)[: self.plan.epoch_size]
+        return order.repeat(missing // len(order) + 2)[:size]
 
     def shard_indices(self, window: Window, shard: int) -> Tensor:
         """Virtual indices (n,) of one shard."""

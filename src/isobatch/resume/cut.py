@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch import config as configuration
+from isobatch.batch_plan import Batch, BatchPlan, Since
 from isobatch.resume import contract
 
 if TYPE_CHECKING:
@@ -58,6 +60,38 @@ def stated(config: Config, was: Mapping[str, Any]) -> int | None:
     if "shard" in (was.get("batch") or {}) or shard != configuration.BatchOptions().shard or config.allow_contract_change:
         return shard
     return contract.EARLIER["batch"]["shard"]  # type: ignore[no-any-return]  # the default of today does not speak for it
+
+
+def plan_of(saved: Saved) -> BatchPlan:
+    """The windows that `saved` was trained with.
+
+    Raises:
+        DAMAGED: its plan is incomplete or cannot be.
+    """
+    before, tail = saved.state["plan"], saved.state["config"].get("sampler", {}).get("tail", "keep")
+    effective, shard, order = before["effective_batch"], shard_of(before), before["samples_per_epoch"]
+    since = Since(*before.get("since", ()))  # newer than some runs
+    if any(type(n) is not int or n < 0 for n in (effective, shard, order, *since)) or not effective * shard * order:
+        raise ValueError("a size in it is none")
+    return BatchPlan(Batch(effective, shard, 1), order, tail, since)
+
+
+def placed(plan: BatchPlan, saved: Saved) -> BatchPlan:
+    """`plan`, beginning where the data of `saved` stopped; where it has other windows, at the same sample of the same epoch.
+
+    Raises:
+        DAMAGED: the plan of `saved` is incomplete or cannot be.
+    """
+    was = plan_of(saved)
+    if _windows(was) == _windows(plan):
+        return replace(plan, since=was.since)
+    window = was.window(saved.step)
+    return replace(plan, since=Since(saved.step, window.epoch, window.positions.start))
+
+
+def _windows(plan: BatchPlan) -> tuple[Any, ...]:
+    """What the positions of the windows follow from."""
+    return plan.batch.effective, plan.order_size, plan.tail, plan.tail == "pad" and plan.batch.num_shards
 
 
 def shard_of(plan: Mapping[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from isobatch.scheduler import Schedule
 if TYPE_CHECKING:
     import torch
 
+    from isobatch.batch_plan import BatchPlan
     from isobatch.checkpoint import Checkpointer
     from isobatch.config import Config
     from isobatch.data import DataInfo
@@ -141,12 +142,12 @@ class Resume:
             raise self._unfit("its plan is incomplete") from None
 
     def check(self, plan: Mapping[str, Any], identity: Mapping[str, Any], exact: bool,
-              batch_norm: Mapping[str, str], steps_per_epoch: int) -> list[str]:  # fmt: skip
+              batch_norm: Mapping[str, str], windows: BatchPlan) -> list[str]:  # fmt: skip
         """Compare the numbers of this plan with the saved ones; returns lines for a person.
 
         Args:
             plan: as saved (see Run.about). exact: reduction=exact. batch_norm: numbers of the plan that
-                decide its statistics -> the setting to name.
+                decide its statistics -> the setting to name. windows: as `placed` gave them.
         Raises:
             ConfigError: the contract has changed, or the run is further than its new end.
         """
@@ -165,16 +166,10 @@ class Resume:
         elif anew:
             self.notes.append(f"{anew[0]}: the shards are cut anew, so dropout draws anew and sums round anew")
         self._refuse(changed)
-        if before.get("effective_batch") != plan["effective_batch"]:
-            epoch, index = divmod(step, steps_per_epoch)
-            trained, now = self.saved.state["counters"]["samples"], index * plan["effective_batch"]
-            stands = epoch * plan["samples_per_epoch"] + now
-            if stands != trained:
-                what = "left out" if stands > trained else "trained on again"
-                self.notes.append(
-                    f"the run goes on at step {step}, which with this batch is sample {now} of epoch {epoch + 1}: after "
-                    f"{trained} samples of training {abs(stands - trained)} are {what}; "
-                    "change the batch between epochs, or start a new run with model.checkpoint_path")  # fmt: skip
+        if step and windows.since.step == step:
+            _, epoch, position = windows.since
+            self.notes.append(f"from step {step} on there are other windows: the data go on at sample {position} of epoch "
+                              f"{epoch + 1}, and epochs and schedule go by samples")  # fmt: skip
         other = {k: (v, identity[k]) for k, v in self.saved.state["identity"].items()
                  if k in identity and k not in cut.CUT and identity[k] != v}  # fmt: skip
         if other:
@@ -193,15 +188,25 @@ class Resume:
         self.finished = step == total == self.saved.state["counters"]["evaluated"]
         if self.finished:
             self.notes.append(f"{self.saved.run} is complete at step {step}: nothing to do; raise epochs to go on")
-        self._tell_schedule(before.get("steps"), total, steps_per_epoch)
+        self._tell_schedule(before.get("steps"), total, windows)
         return self.notes
 
-    def _tell_schedule(self, before: Any, total: int, steps_per_epoch: int) -> None:
+    def placed(self, plan: BatchPlan) -> BatchPlan:
+        """`plan`, going on where the data of the checkpoint stopped: see cut.placed."""
+        if self.saved is None or not self.task.trains:
+            return plan
+        try:
+            return cut.placed(plan, self.saved)
+        except cut.DAMAGED:
+            raise self._unfit("its plan is incomplete") from None
+
+    def _tell_schedule(self, before: Any, total: int, windows: BatchPlan) -> None:
         assert self.saved is not None
-        update = self.saved.state["counters"]["update"]
+        update, was = self.saved.state["counters"]["update"], cut.plan_of(self.saved)
         if self.finished or before == total or type(before) is not int or before < 1:
             return
-        old, new = (Schedule(self.config.scheduler, n, steps_per_epoch)(min(update, n)) for n in (before, total))
+        old, new = (Schedule(self.config.scheduler, n, plan.windows_per_epoch, plan.ahead)(min(update, n))
+                    for n, plan in ((before, was), (total, windows)))  # fmt: skip
         text = f"{total} steps instead of {before}: the {self.config.scheduler.name} schedule is laid over all"
         effect = "which changes nothing here" if old == new else (
             f"so the learning rate goes on at {new:.4g} of its peak instead of {old:.4g}"

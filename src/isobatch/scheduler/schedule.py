@@ -24,20 +24,22 @@ class Factors(Protocol):
 
 
 class Schedule:
-    """`schedule(update)` -> factor of a run of `total` updates.
+    """`schedule(update)` -> factor of a run of `total` updates, of which the first `ahead` do not count (BatchPlan.ahead).
 
     Raises:
         ConfigError: a length that the schedule cannot do.
     """
 
-    def __init__(self, options: Any, total: int, updates_per_epoch: int):
-        self.options, self.total = in_updates(options, total, updates_per_epoch), total
+    def __init__(self, options: Any, total: int, updates_per_epoch: int, ahead: int = 0):
+        total -= ahead
+        self.options, self.total, self.ahead = in_updates(options, total, updates_per_epoch), total, ahead
         self.hold = updates_per_epoch if getattr(options, "per_epoch", False) else 1
         build = getattr(self.options, "built", None)
         self.factor: Callable[[int], float] = build(total) if build else lambda update: self.options.factor(update, total)
         self.follow = options.follow() if hasattr(options, "follow") else None
 
     def __call__(self, update: int) -> float:
+        update = max(0, update - self.ahead)
         factor = self.factor(update - update % self.hold)
         return factor if self.follow is None else factor * self.follow.factor  # type: ignore[no-any-return]
 

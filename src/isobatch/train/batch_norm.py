@@ -72,7 +72,7 @@ def apply_policy(model: nn.Module, policy: str, plan: BatchPlan, ranks: Ranks, d
         key = "batch.shard" if plan.batch.stated else "batch.micro"
         raise ConfigError(
             "sampler.tail" if tail else key, plan.tail if tail else plan.batch.shard,
-            f"batch norm would get a shard of one sample (a window of {plan.tail_size if tail else plan.batch.effective} "
+            f"batch norm would get a shard of one sample (a window of {plan.smallest_tail if tail else plan.batch.effective} "
             f"in {plan.batch.num_shards} shards)",
             f"set sampler.tail=drop, or a larger {key}" if tail else f"raise {key}, or set model.batch_norm=frozen",
         )  # fmt: skip

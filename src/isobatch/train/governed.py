@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from isobatch.batch_plan import BatchPlan
     from isobatch.config import Config
     from isobatch.data import DataInfo
 
@@ -28,16 +29,17 @@ class Governed(NamedTuple):
         return {"schedule": self.schedule, "stop": self.stopping}
 
 
-def governed(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, total: int, per_epoch: int, info: DataInfo,
+def governed(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, total: int, plan: BatchPlan, info: DataInfo,
              averaged: bool) -> Governed:  # fmt: skip
     """
     Args:
-        total, per_epoch: updates of the run and of an epoch. averaged: evaluations tell of an average of the weights too.
+        total: updates of the run. averaged: evaluations tell of an average of the weights too.
     Raises:
         ConfigError: a length that cannot be, or a metric that no evaluation will have.
     """
+    per_epoch = plan.windows_per_epoch
     clip = held_back(config.clip.build(model, config.max_grad_norm), held_until(optimizer, total, per_epoch))
-    found = Governed(Schedule(config.scheduler, total, per_epoch), config.stop.build(), clip)
+    found = Governed(Schedule(config.scheduler, total, per_epoch, plan.ahead), config.stop.build(), clip)
     for follower in (found.schedule, found.stopping):
         follower.check(info.num_classes, averaged)
     return found

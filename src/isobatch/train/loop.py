@@ -72,6 +72,7 @@ class Loop:
     stop_requested: Callable[[], int]
     log_weights: int = 0
     warmup: int = 0
+    ahead: int = 0  # of the steps that evaluations are counted by (BatchPlan.ahead)
     audit: Callable[[TrainState, Parts, Iterator[WindowData]], Iterator[WindowData]] | None = None
     ending: Ending | None = None  # how a rule has ended the run before its length was up
     clock: Clock = field(default_factory=Clock)
@@ -139,7 +140,7 @@ class Loop:
         return self.stop_requested() or self.stopping.request() or self.checkpointer.request()
 
     def _evaluates(self, step: int) -> bool:
-        return step == self.total_steps or step % self.eval_every == 0
+        return step == self.total_steps or (step - self.ahead) % self.eval_every == 0
 
     def _between_steps(self, signum: int) -> None:
         """Evaluation and saving, outside the training clock."""
