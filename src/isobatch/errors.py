@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import signal
 
-LONGEST = 300  # characters of a value that are shown
+LONGEST, LONGEST_TEXT = 300, 600  # characters that are shown of a value, and of each text: it may quote anybody's file
 
 
 def printable(text: str) -> str:
     """`text` without what a terminal would obey; names and values may come from anybody's file."""
     return "".join(c for c in text if c.isprintable())
+
+
+def short(text: str, most: int = LONGEST_TEXT) -> str:
+    """`text` in one line of at most `most` characters and three points."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class ConfigError(ValueError):
@@ -20,8 +26,7 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, problem: str, way_out: str):
         self.key, self.value, self.problem, self.way_out = key, value, problem, way_out
         shown = "null" if value is None else " ".join(str(value).split())
-        shown = shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
-        super().__init__(printable(f"{key}={shown}: {' '.join(problem.split())}; {' '.join(way_out.split())}"))
+        super().__init__(printable(f"{key}={short(shown, LONGEST)}: {short(problem)}; {short(way_out)}"))
 
     def __reduce__(self):  # the default would rebuild it from the message alone; ranks send it to each other
         return type(self), (self.key, self.value, self.problem, self.way_out)

@@ -24,6 +24,7 @@ from isobatch.data.device import SideStream
 from isobatch.data.feed import Feed, Source, example, make_source
 from isobatch.errors import ConfigError, Stopped
 from isobatch.evaluate.evaluator import Evaluator
+from isobatch.launch.outcome import give_up
 from isobatch.launch.signals import STOP
 from isobatch.logger import Logger, RunInfo
 from isobatch.model import freezing
@@ -178,8 +179,8 @@ class Run:
             config.augment.batch_transform(splits.info, config.seed),
             lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
         )  # fmt: skip
-        # while the weights are whole: where they are spread, a forward is a collective
-        given = rehearse(config, working.module, splits, device, channels_last, prepare, self.task.trains)
+        given = rehearse(config, working.module, splits, device, channels_last, prepare, self.task.trains,
+                         STOP.asked, give_up(self.run_dir, ranks.rank))  # fmt: skip  # while the weights are whole
         config.parallel.shard(model, average and average.module, config.precision, ranks, device,
                               lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
         optimizer = config.optimizer.build(model, plan.batch.effective)
@@ -237,10 +238,10 @@ class Run:
                 after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes,
             ),
             schedule=rules.schedule, stopping=rules.stopping, ending=self.resume.ended(rules.stopping.ending),
+            stop_requested=STOP.asked,
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
-            total_steps=total, log_every=config.log_every, eval_every=config.eval_every or plan.windows_per_epoch,
-            ahead=0 if config.eval_every else plan.ahead,
-            stop_requested=lambda: STOP.requested, log_weights=config.log_weights, warmup=config.warmup,
+            total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
+            eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if config.eval_every else plan.ahead,
             audit=determinism.heard(repeat.wanted(config, ranks, lanes), ranks, self.files),
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from isobatch.batch_plan import BatchPlan, Window
 from isobatch.data import Split
 from isobatch.data.device import SideStream, ToDevice
 from isobatch.data.loader import WorkerSource, choose_workers
-from isobatch.data.samples import Request, Samples
+from isobatch.data.samples import Request, Samples, ignored_by
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import isolated_generators
 from isobatch.shards.layout import Lanes, Layout
@@ -104,7 +104,8 @@ def make_source(split: Split, device: torch.device, config: Any, channels_last: 
     pin = getattr(options, "pin_memory", None)
     pin = device.type not in ("cpu", "mps") if pin is None else pin  # MPS shares the host's memory
     return WorkerSource(
-        Samples(split, config.seed, training and getattr(options, "on_error", "stop") == "replace"), to_device, workers,
+        Samples(split, config.seed, training and getattr(options, "on_error", "stop") == "replace",
+                ignored_by(config.loss.build())), to_device, workers,
         getattr(options, "persistent_workers", True), getattr(options, "prefetch", 2), pin,
     )  # fmt: skip
 

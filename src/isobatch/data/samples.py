@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 UNREADABLE = (OSError, EOFError, SyntaxError, ValueError)
 DECODERS = {"PIL", "torchvision", "cv2", "imageio", "tifffile", "skimage", "pydicom", "zlib", "turbojpeg"}
 TRIES = 100
+IGNORED = -100  # the class number that torch's losses leave out
 OBJECT = re.compile(r" <[\w.]+ object at 0x[0-9a-f]+>")  # PIL names the buffer it was given; that tells a person nothing
 
 
@@ -58,10 +59,11 @@ class Samples:
         split: what is read.
         seed: of the run.
         replaces: put the next readable sample in the place of one that cannot be decoded.
+        ignored: labels that are no class and yet allowed; None: labels are not looked at.
     """
 
-    def __init__(self, split: Split, seed: int, replaces: bool = False):
-        self.split, self.seed, self.replaces = split, seed, replaces
+    def __init__(self, split: Split, seed: int, replaces: bool = False, ignored: Sequence[int] | None = None):
+        self.split, self.seed, self.replaces, self.ignored = split, seed, replaces, ignored
 
     def __len__(self) -> int:
         return len(self.split)
@@ -78,13 +80,39 @@ class Samples:
                 targets.append(one_target)
             index = -1
             channels = self.split.info.in_chans if self.split.info and len(self.split.info.shape) == 3 else None
-            return HostBatch(stacked(inputs, channels), stacked(targets), replaced)
+            what = "inputs"
+            together = stacked(inputs, channels)
+            what, inputs = "targets", targets
+            labels = stacked(targets)
+            return self._labelled(together, labels, indices, replaced)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | GeneratorExit) and torch.utils.data.get_worker_info() is None:
                 raise  # Ctrl-C; a worker does not get to see one, so there it is the dataset's own
-            what = "a batch" if index < 0 else self.split.describe(index % len(self))
-            line = f"data: {what} could not be read: {type(error).__name__}: {told(error)}"
+            if index < 0:
+                return Failure(self._unlike(what, inputs, indices, error), traceback.format_exc())
+            line = f"data: {self.split.describe(index % len(self))} could not be read: {type(error).__name__}: {told(error)}"
             return Failure(line, traceback.format_exc())
+
+    def _labelled(self, inputs: Tensor, labels: Tensor, indices: Sequence[int], replaced: list[str]) -> HostBatch | Failure:
+        """The batch, unless one of its labels is none of the classes: on a device nobody could say whose it was."""
+        classes = self.split.info.num_classes if self.split.info and self.ignored is not None else 0
+        if classes and labels.ndim == 1 and labels.dtype == torch.int64 and len(labels):
+            low, high = map(int, labels.aminmax())
+            wrong = -1 if low >= 0 and high < classes else next(
+                (k for k, n in enumerate(labels.tolist()) if not 0 <= n < classes and n not in self.ignored), -1)  # fmt: skip
+            if wrong >= 0:
+                one = self.split.describe(indices[wrong] % len(self))
+                line = f"data: {one} has the label {int(labels[wrong])}, and the classes are 0 to {classes - 1}"
+                return Failure(f"{line}: number them from 0, or set data.num_classes", "")
+        return HostBatch(inputs, labels, replaced)
+
+    def _unlike(self, what: str, values: Sequence[Any], indices: Sequence[int], error: BaseException) -> str:
+        """The line for a batch that cannot be put together: the first sample that differs from the batch's first one."""
+        forms = [form(value) for value in values]
+        odd = next((k for k, other in enumerate(forms) if other != forms[0]), 0)
+        one = f"data: the {what[:-1]} of {self.split.describe(indices[odd] % len(self))} is {forms[odd]}"
+        other = f", and that of {self.split.describe(indices[0] % len(self))} is {forms[0]}" if odd else ""
+        return f"{one}{other}: no batch can be made of such {what} ({type(error).__name__}: {told(error)})"
 
     def isolated(self, request: tuple[int, Sequence[int]]) -> HostBatch | Failure:
         """The same in the training process, whose generators stay as they are."""
@@ -107,6 +135,12 @@ class Samples:
         return sample[0], sample[1]
 
 
+def ignored_by(criterion: Any) -> tuple[int, ...]:
+    """Labels that are no class, which `criterion` leaves out, or refuses in its own words."""
+    own = getattr(criterion, "ignore_index", None)
+    return (IGNORED,) if own is None else (IGNORED, int(own))
+
+
 def damaged(error: Exception) -> bool:
     """Whether `error` means a file that cannot be decoded: by its kind, or because it comes out of a decoder's own code.
 
@@ -116,6 +150,15 @@ def damaged(error: Exception) -> bool:
         return False
     modules = {frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)}
     return isinstance(error, UNREADABLE) or bool(modules & DECODERS)
+
+
+def form(value: Any) -> str:
+    """What a value is, in a few words."""
+    shape, kind = getattr(value, "shape", None), type(value).__name__
+    if shape is not None:
+        return f"{str(value.dtype).removeprefix('torch.')} {list(shape)}"
+    size = getattr(value, "size", None)  # PIL's
+    return f"{kind} {size[0]} x {size[1]}" if isinstance(size, tuple) else f"a {kind}"
 
 
 def told(error: BaseException) -> str:

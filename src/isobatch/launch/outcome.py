@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -175,3 +177,15 @@ class Folder:
         part = self.summary.with_suffix(".json.part")
         part.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         os.replace(part, self.summary)
+
+
+def give_up(run_dir: Path, rank: int) -> Callable[[str, int], None]:
+    """Ends this process from another thread, where the main one does not come out: (line, signal that asked for it or 0)."""
+    folder = Folder(run_dir)
+
+    def end(line: str, signum: int) -> None:
+        folder.settle(Outcome("stopped" if signum else "failed", line=line, rank=rank, signum=signum))
+        print(f"isobatch: {line}", file=sys.stderr, flush=True)
+        os._exit(128 + signum if signum else 1)
+
+    return end

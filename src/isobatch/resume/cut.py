@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch import config as configuration
 from isobatch.batch_plan import Batch, BatchPlan, Since
 from isobatch.resume import contract
+from isobatch.scheduler import Schedule
 
 if TYPE_CHECKING:
     from isobatch.checkpoint.reading import Saved
@@ -87,6 +88,27 @@ def placed(plan: BatchPlan, saved: Saved) -> BatchPlan:
         return replace(plan, since=was.since)
     window = was.window(saved.step)
     return replace(plan, since=Since(saved.step, window.epoch, window.positions.start))
+
+
+def place_notes(plan: BatchPlan, step: int) -> list[str]:
+    """Where the data go on, if the windows change at `step`."""
+    if not step or plan.since.step != step:
+        return []
+    return [f"from step {step} on there are other windows: the data go on at sample {plan.since.position} of epoch "
+            f"{plan.since.epoch + 1}, and epochs and schedule go by samples"]  # fmt: skip
+
+
+def schedule_notes(config: Config, saved: Saved, total: int, plan: BatchPlan) -> list[str]:
+    """What another length of the run does to the learning rate."""
+    before, update = saved.state["plan"].get("steps"), saved.state["counters"]["update"]
+    if before == total or type(before) is not int or before < 1:
+        return []
+    old, new = (Schedule(config.scheduler, n, windows.windows_per_epoch, windows.ahead)(min(update, n))
+                for n, windows in ((before, plan_of(saved)), (total, plan)))  # fmt: skip
+    text = f"{total} steps instead of {before}: the {config.scheduler.name} schedule is laid over all"
+    if old == new:
+        return [f"{text}, which changes nothing here"]
+    return [f"{text}, so the learning rate goes on at {new:.4g} of its peak instead of {old:.4g}"]
 
 
 def _windows(plan: BatchPlan) -> tuple[Any, ...]:

@@ -18,7 +18,6 @@ from isobatch.resume import contract, cut, image_settings, signature, weights_kn
 from isobatch.resume.contract import Difference
 from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping
-from isobatch.scheduler import Schedule
 
 if TYPE_CHECKING:
     import torch
@@ -166,10 +165,7 @@ class Resume:
         elif anew:
             self.notes.append(f"{anew[0]}: the shards are cut anew, so dropout draws anew and sums round anew")
         self._refuse(changed)
-        if step and windows.since.step == step:
-            _, epoch, position = windows.since
-            self.notes.append(f"from step {step} on there are other windows: the data go on at sample {position} of epoch "
-                              f"{epoch + 1}, and epochs and schedule go by samples")  # fmt: skip
+        self.notes += cut.place_notes(windows, step)
         other = {k: (v, identity[k]) for k, v in self.saved.state["identity"].items()
                  if k in identity and k not in cut.CUT and identity[k] != v}  # fmt: skip
         if other:
@@ -188,7 +184,8 @@ class Resume:
         self.finished = step == total == self.saved.state["counters"]["evaluated"]
         if self.finished:
             self.notes.append(f"{self.saved.run} is complete at step {step}: nothing to do; raise epochs to go on")
-        self._tell_schedule(before.get("steps"), total, windows)
+        if not self.finished:
+            self.notes += cut.schedule_notes(self.config, self.saved, plan["steps"], windows)
         return self.notes
 
     def placed(self, plan: BatchPlan) -> BatchPlan:
@@ -199,19 +196,6 @@ class Resume:
             return cut.placed(plan, self.saved)
         except cut.DAMAGED:
             raise self._unfit("its plan is incomplete") from None
-
-    def _tell_schedule(self, before: Any, total: int, windows: BatchPlan) -> None:
-        assert self.saved is not None
-        update, was = self.saved.state["counters"]["update"], cut.plan_of(self.saved)
-        if self.finished or before == total or type(before) is not int or before < 1:
-            return
-        old, new = (Schedule(self.config.scheduler, n, plan.windows_per_epoch, plan.ahead)(min(update, n))
-                    for n, plan in ((before, was), (total, windows)))  # fmt: skip
-        text = f"{total} steps instead of {before}: the {self.config.scheduler.name} schedule is laid over all"
-        effect = "which changes nothing here" if old == new else (
-            f"so the learning rate goes on at {new:.4g} of its peak instead of {old:.4g}"
-        )  # fmt: skip
-        self.notes.append(f"{text}, {effect}")
 
     def restore(self, state: TrainState) -> None:
         """Put the saved state into `state`, in place: views stay views.

@@ -1,69 +1,92 @@
-"""Two forwards before the first step, one as in training and one as in an evaluation: what cannot work is one line, at once.
+"""Two small forwards before the first step, as in training and as in an evaluation: what cannot work is one line, at once.
 
 Without it a wrong image size ends a run after its first epoch, in the first evaluation, and a label outside the classes in the
 middle of an epoch, with an assertion of somebody else. Nothing of it is noticed: generators, buffers and gradients stay.
+
+A dataset or a model that never comes back ends the run too, when the limit is over; signals are heard meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from isobatch.data import Split, Splits
 from isobatch.data.device import ToDevice
 from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource
-from isobatch.data.samples import Samples
-from isobatch.errors import ConfigError
+from isobatch.data.samples import IGNORED, Samples, ignored_by
+from isobatch.errors import ConfigError, JobFailed, Stopped
 from isobatch.given import Given, Sum, taken_apart
 from isobatch.parallel.unused import unnoticed
 from isobatch.planner.trial import is_out_of_memory
 from isobatch.precision.masters import to_fp32
 from isobatch.runtime.randomness import isolated_generators
+from isobatch.runtime.waiting import TooLong, limited
 from isobatch.shards.layout import Lanes
 
 log = logging.getLogger("isobatch")
 
-IGNORED = -100  # the class number that torch's losses leave out
-SAMPLES = 2  # of the training's forward
+SAMPLES = 2  # of a forward; the same for both, so that they share their kernels
 SLOW_S = 60.0  # what takes longer is said, so that nobody takes it for a hang
+LIMIT_S = 480.0  # for all of it; below the 600 s that other ranks wait for this one
+GRACE_S = 10.0  # to end by itself once a stop is asked for
 
 
 class Rehearsal:
     """
     Args:
         module: what the forward runs on, on its device.
-        model: options of group model, to name a setting. precision, device, channels_last: as the training has them.
+        config: of the run. device, channels_last: as the training has them.
     Attributes:
         given: what the training's loss gave for SAMPLES samples; None = there was none.
     """
 
     given: Given | None = None
 
-    def __init__(self, module: nn.Module, model: Any, splits: Splits, precision: Any, device: torch.device,
-                 channels_last: bool, seed: int):  # fmt: skip
-        self.module, self.model, self.splits, self.precision = module, model, splits, precision
-        self.device, self.channels_last, self.seed = device, channels_last, seed
+    def __init__(self, module: nn.Module, config: Any, splits: Splits, device: torch.device, channels_last: bool):
+        self.module, self.model, self.splits, self.precision = module, config.model, splits, config.precision
+        self.loss, self.device, self.channels_last, self.seed = config.loss, device, channels_last, config.seed
+        self.doing = "it"
 
-    def run(self, criterion: Any, evaluation: Any, prepare: Callable[..., Any] | None, trains: bool) -> list[str]:
+    def run(self, prepare: Callable[..., Any] | None, trains: bool, stop: Callable[[], int],
+            give_up: Callable[[str, int], None]) -> list[str]:  # fmt: skip
         """Both forwards, without `trains` the evaluation's alone. Returns lines for a person.
 
+        Args:
+            stop: the signal that asks for an end, or 0. give_up: ends the process with a line.
         Raises:
             ConfigError: one cannot be done, or its output or the labels do not fit the loss.
+            JobFailed: it takes longer than any does. Stopped: by a signal, while it took long.
         """
+        try:
+            return limited(lambda: self._both(prepare, trains), LIMIT_S, stop, GRACE_S,
+                           lambda: give_up(self._hangs(stop()), stop()))  # fmt: skip
+        except TooLong:
+            raise Stopped(stop()) if stop() else JobFailed(self._hangs(0)) from None
+
+    def _hangs(self, signum: int) -> str:
+        if signum:
+            return f"stopped by {signal.Signals(signum).name}, during {self.doing}, before the first step"
+        return f"{self.doing} has not ended within {LIMIT_S:.0f} s, before the first step: it hangs"
+
+    def _both(self, prepare: Callable[..., Any] | None, trains: bool) -> list[str]:
+        criterion, evaluation = self.loss.build(), self.loss.evaluation()
         started, modes = time.monotonic(), [(m, m.training) for m in self.module.modules()]
         for which, split in (("training", self.splits.train), ("evaluation", self.splits.eval)):
             self._labels(which, split, getattr(criterion, "ignore_index", IGNORED))
         try:
             if trains:
-                self._forward("training", self.splits.train, SAMPLES, self.precision.autocast, criterion, prepare)
+                self._forward("training", self.splits.train, self.precision.autocast, criterion, prepare)
             self.module.eval()
-            drew = self._forward("evaluation", self.splits.eval, 1, self.precision.evaluation, evaluation, None)
+            drew = self._forward("evaluation", self.splits.eval, self.precision.evaluation, evaluation, None)
         finally:
             for module, training in modes:
                 module.training = training
@@ -74,12 +97,12 @@ class Rehearsal:
     def _labels(self, which: str, split: Split, ignored: int | None) -> None:
         """All labels at once, where a data set has them at hand. `ignored`: the one that the loss leaves out."""
         classes = self.splits.info.num_classes
-        if not classes or split.targets == split._scan_targets:
+        if not classes or (split.tensors is None and split.targets == split._scan_targets):
             return
         labels = split.targets()
         if labels.ndim != 1 or labels.is_floating_point() or not len(labels):
             return
-        wrong = ((labels < 0) | (labels >= classes))
+        wrong = (labels < 0) | (labels >= classes)
         if ignored is not None:
             wrong &= labels != ignored
         if bool(wrong.any()):
@@ -95,16 +118,17 @@ class Rehearsal:
                           f"{label}, and the classes are 0 to {classes - 1}",
                           "number the classes from 0, or set data.num_classes")  # fmt: skip
 
-    def _forward(self, which: str, split: Split, count: int, autocast: Any, criterion: Any, prepare: Any) -> bool:
+    def _forward(self, which: str, split: Split, autocast: Any, criterion: Any, prepare: Any) -> bool:
         """Whether the model drew random numbers."""
         with isolated_generators():
-            samples = Samples(split, self.seed, replaces=which == "training")
+            samples = Samples(split, self.seed, replaces=which == "training", ignored=ignored_by(criterion))
             source = WorkerSource(samples, ToDevice(self.device, split.info, self.channels_last))
-            request = Request(0, torch.tensor([0, min(1, len(split) - 1)][:count]))
-            inputs, targets = next(source.batches(iter([request])))
+            self.doing = f"reading {split.describe(0)} of the {which} split"
+            inputs, targets = self._read(which, source, Request(0, torch.tensor([0, min(1, len(split) - 1)])))
+            self.doing = f"the {which}'s forward"
             if prepare is not None:
-                inputs, targets = prepare(inputs, targets, 0, (0,), Lanes.alone((count,)))
-            with unnoticed(self.module, inputs), torch.no_grad():
+                inputs, targets = prepare(inputs, targets, 0, (0,), Lanes.alone((SAMPLES,)))
+            with unnoticed(self.module, inputs), torch.set_grad_enabled(which == "training"):
                 before = torch.get_rng_state()
                 try:
                     with autocast(self.device):
@@ -116,14 +140,28 @@ class Rehearsal:
                     given = taken_apart(criterion(output, targets))
                 except Exception as error:
                     raise self._unfit_output(which, split, output, targets, error) from error
-        self._check(criterion, given)
+        self._check(given)
+        if which == "training" and not given.value.requires_grad:
+            raise ConfigError("model.name", self.model.name, f"no trainable weight has a part in its output, {_form(output)}, "
+                              "or the loss lets no gradient through", "leave out detach(), item() and argmax")  # fmt: skip
         if which == "training":
             self.given = given
         return drew
 
-    def _check(self, criterion: Any, given: Given) -> None:
+    def _read(self, which: str, source: WorkerSource, request: Request) -> Any:
+        try:
+            return next(source.batches(iter([request])))
+        except (ConfigError, JobFailed):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ConfigError("data.name", self.splits.info.name, f"the {which} split's inputs cannot be brought to the device "
+                              f"({_told(error)})", "return dense tensors, arrays, numbers or images") from error  # fmt: skip
+
+    def _check(self, given: Given) -> None:
         """What a criterion gives are single numbers, and a count counts."""
-        name = type(criterion).__name__
+        name = self.loss.name
         if not isinstance(given.value, Tensor) or given.value.ndim:
             raise ConfigError("loss.name", name, f"gives {_form(given.value)}, and a loss is one number",
                               "return the mean over the samples, or isobatch.Sum(total, count)")  # fmt: skip
@@ -147,24 +185,30 @@ class Rehearsal:
         elif hasattr(self.model, "arch"):
             key, value = "model.arch", self.model.arch
             way_out = f"set +model.kwargs.img_size={shapes[0][-1]}, or data.image_size to what it takes"
+        if inputs.dtype != torch.float32:
+            way_out = "let the dataset return float32 (images: uint8), or choose a model for such inputs"
         return ConfigError(key, value, f"the model cannot take the {which}'s inputs, {_form(inputs)}, as of "
                            f"{split.describe(0)} ({_told(error)})", way_out)  # fmt: skip
 
     def _unfit_output(self, which: str, split: Split, output: Any, targets: Any, error: Exception) -> Exception:
         if is_out_of_memory(error):
             return error
-        return ConfigError("loss.name", type(error).__name__, f"the {which}'s loss cannot take the model's output, "
+        return ConfigError("loss.name", self.loss.name, f"the {which}'s loss cannot take the model's output, "
                            f"{_form(output)}, with targets {_form(targets)}, as of {split.describe(0)} ({_told(error)})",
                            "return one tensor of class scores and class numbers (int64), or set a loss for them")  # fmt: skip
 
 
 def rehearse(config: Any, module: nn.Module, splits: Splits, device: torch.device, channels_last: bool,
-             prepare: Callable[..., Any] | None, trains: bool) -> Given | None:  # fmt: skip
-    """Both forwards of `config`'s model and loss (see Rehearsal), and what the training's loss gave."""
-    rehearsal = Rehearsal(module, config.model, splits, config.precision, device, channels_last, config.seed)
-    for line in rehearsal.run(config.loss.build(), config.loss.evaluation(), prepare, trains):
+             prepare: Callable[..., Any] | None, trains: bool, stop: Callable[[], int],
+             give_up: Callable[[str, int], None]) -> Given | None:  # fmt: skip
+    """Both forwards of `config`'s model and loss (see Rehearsal), and what the training's loss gave.
+
+    While the weights are whole: where they are spread over ranks, a forward is a collective.
+    """
+    rehearsal = Rehearsal(module, config, splits, device, channels_last)
+    for line in rehearsal.run(prepare, trains, stop, give_up):
         log.info("%s", line)
-    return rehearsal.given
+    return tree_map_only(Tensor, Tensor.detach, rehearsal.given)  # type: ignore[no-any-return]
 
 
 def _form(value: Any) -> str:
