@@ -99,6 +99,7 @@ def test_a_folder_that_was_deleted_is_made_anew(tmp_path: Path) -> None:
 
 def test_a_long_value_is_shown_short() -> None:
     assert len(str(ConfigError("data.root", "x" * 3000, "is not there", "set another"))) < 400
+    assert len(str(ConfigError("data.root", "x" * 3000, "y " * 3000, "z" * 3000))) < 1600
 
 
 @pytest.mark.parametrize(("error", "says"), [

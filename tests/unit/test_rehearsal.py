@@ -185,7 +185,7 @@ def test_an_evaluation_size_that_the_model_cannot_take(tmp_path: Path) -> None:
                    f"data.root={tmp_path / 'data'}", "+model.kwargs.dynamic_img_size=false",
                    "data.num_workers=0", "model=timm", "model.arch=test_vit", "+model.kwargs.img_size=32", "data.image_size=32",
                    "data.eval_size=64")  # fmt: skip
-    assert text.startswith("data.eval_size=64: the model cannot take the evaluation's inputs, float32 [1, 3, 64, 64]")
+    assert text.startswith("data.eval_size=64: the model cannot take the evaluation's inputs, float32 [2, 3, 64, 64]")
 
 
 class Noisy(Odd):
