@@ -238,11 +238,10 @@ class Run:
                 after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes,
             ),
             schedule=rules.schedule, stopping=rules.stopping, ending=self.resume.ended(rules.stopping.ending),
-            stop_requested=STOP.asked,
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
             eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if config.eval_every else plan.ahead,
-            audit=determinism.heard(repeat.wanted(config, ranks, lanes), ranks, self.files),
+            stop_requested=STOP.asked, audit=determinism.heard(repeat.wanted(config, ranks, lanes), ranks, self.files),
         )  # fmt: skip
 
     def watched(self, module: torch.nn.Module, apart: SideBySide) -> SideBySide | Fingerprint:

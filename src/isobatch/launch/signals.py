@@ -28,6 +28,9 @@ class StopFlag:
         self.since = 0.0
         self._quiet, self._owner = False, 0
 
+    def asked(self) -> int:
+        return self.requested
+
     @contextmanager
     def installed(self, *, from_terminal: bool = True, quiet: bool = False) -> Iterator[StopFlag]:
         """Handle SIGTERM, SIGINT if `from_terminal`, SIGHUP (the terminal closes) unless it is ignored (nohup), and SIGUSR1
