@@ -95,11 +95,12 @@ class Samples:
 
     def _labelled(self, inputs: Tensor, labels: Tensor, indices: Sequence[int], replaced: list[str]) -> HostBatch | Failure:
         """The batch, unless one of its labels is none of the classes: on a device nobody could say whose it was."""
+        ignored = self.ignored or ()
         classes = self.split.info.num_classes if self.split.info and self.ignored is not None else 0
         if classes and labels.ndim == 1 and labels.dtype == torch.int64 and len(labels):
             low, high = map(int, labels.aminmax())
             wrong = -1 if low >= 0 and high < classes else next(
-                (k for k, n in enumerate(labels.tolist()) if not 0 <= n < classes and n not in self.ignored), -1)  # fmt: skip
+                (k for k, n in enumerate(labels.tolist()) if not 0 <= n < classes and n not in ignored), -1)  # fmt: skip
             if wrong >= 0:
                 one = self.split.describe(indices[wrong] % len(self))
                 line = f"data: {one} has the label {int(labels[wrong])}, and the classes are 0 to {classes - 1}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
+from time import monotonic
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -38,9 +38,9 @@ def limited(call: Callable[[], T], limit_s: float, stop: Callable[[], int], grac
             raise TooLong
 
     def watch() -> None:
-        end = time.monotonic() + limit_s
+        end = monotonic() + limit_s
         while not over.wait(TICK_S):
-            now = time.monotonic()
+            now = monotonic()
             if stop():
                 end = min(end, now + grace_s)
             if now > end:
