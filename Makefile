@@ -24,7 +24,7 @@ lint: $(VENV)/test-ready
 	$(BIN)/mypy
 
 bench: $(VENV)/ready
-	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python benchmarks $(ARGS)
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

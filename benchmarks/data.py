@@ -14,7 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy
@@ -95,6 +95,19 @@ def measure(root: Path, size: int, rounds: int) -> dict[str, list[float]]:
             if round_:  # the first one warms up
                 found[name].append((time.process_time() - start) / samples)
     return found
+
+
+def rows(sides: Sequence[int] = (256, 1024), sizes: Sequence[int] = (64, 224), rounds: int = 3,
+         files: int = 32) -> Iterator[tuple[str, str, str]]:  # fmt: skip
+    """(what, figure, compared with)."""
+    for side in sides:
+        with tempfile.TemporaryDirectory() as folder:
+            write_files(Path(folder), side, files)
+            for size in sizes:
+                found = measure(Path(folder), size, rounds)
+                for name in list(CONTENDERS)[1:]:
+                    ratio = statistics.median(b / a for a, b in zip(found["isobatch"], found[name], strict=True))
+                    yield f"JPEGs of {side} px to {size} px, one core: speed", f"{ratio:.2f} x", f"{name}'s loader"
 
 
 def main() -> None:

@@ -1,22 +1,26 @@
-"""This framework against a hand-written PyTorch loop: the same model, data and optimizer switches, interleaved.
+"""This framework against a hand-written PyTorch loop: the same model, ready batches and optimizer switches, interleaved.
 
-    python benchmarks/loop.py            # toy MLP, resnet18 at 64 px (accumulation 1 and 3), DDP on two processes
+    python benchmarks/loop.py            # toy MLP, resnet18 at 64 px (accumulation 1 and 3), DDP on two processes, the start
     python benchmarks/loop.py toy        # one of: toy resnet18 ddp start
 
 Rounds alternate between both loops in one process, so that a machine that speeds up or slows down does so for both. Given
 are medians over the rounds: microseconds a step that this framework adds (toy), samples/s relative to the raw loop, both
-by CPU time of the process, which other work on the machine disturbs least.
+by CPU time of the process, which other work on the machine disturbs least. Both are handed the same batches, made beforehand;
+what this framework does to know which samples a step reads counts as its own.
 """
 
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,23 @@ QUIET = ["logger=none", "threads=1", "scheduler=constant", "log_every=1000000", 
          "epochs=null", "steps=1000000"]  # fmt: skip
 RESNET = ["model=resnet18", "data=synthetic", "data.image_size=64", "data.samples=480"]
 TOY = ["model=mlp", "model.width=64", "data=synthetic", "data.image_size=8", "data.in_chans=1", "batch.effective=32",
-       "data.samples=3200"]  # fmt: skip
+       "batch.shard=null", "data.samples=3200"]  # fmt: skip
+
+
+class Ready:
+    """A source whose batches lie ready: one window's, handed out in turn, however often it is asked."""
+
+    def __init__(self, feed: Any):
+        self.batches_ = list(feed.source.batches(feed.requests(0, 1)))
+
+    def batches(self, requests: Iterator[Any], keep: Callable[[Any], Any] | None = None) -> Iterator[Any]:
+        for _, batch in zip(requests, cycle(self.batches_), strict=False):
+            if keep is not None:
+                keep(lambda batch=batch: batch)
+            yield batch
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 def isobatch_loop(overrides: list[str], ranks: Ranks, folder: Path) -> tuple[Any, Callable[[int], None]]:
@@ -48,6 +68,7 @@ def isobatch_loop(overrides: list[str], ranks: Ranks, folder: Path) -> tuple[Any
     loop.evaluate = lambda both=False: False  # type: ignore[method-assign]
     loop.checkpointer.save = lambda *args, **kwargs: None  # type: ignore[method-assign]
     loop.eval_every = 10**9
+    loop.feed.source = Ready(loop.feed)
 
     def advance(steps: int) -> None:
         loop.total_steps = loop.state.step + steps
@@ -56,37 +77,30 @@ def isobatch_loop(overrides: list[str], ranks: Ranks, folder: Path) -> tuple[Any
     return loop, advance
 
 
-def raw_loop(loop: Any, ranks: Ranks) -> Callable[[int], None]:
-    """What one would write by hand for the same training: own model, same data tensors, same optimizer switches."""
+def raw_loop(loop: Any, ranks: Ranks, shown: Callable[[Any], Any] = lambda model: None) -> Callable[[int], None]:
+    """What one would write by hand for the same training: own model, same batches, same optimizer switches."""
     import copy
 
     model: Any = copy.deepcopy(loop.state.model)
     own = {id(theirs): mine for theirs, mine in zip(loop.state.model.parameters(), model.parameters(), strict=True)}
     groups = [{**g, "params": [own[id(p)] for p in g["params"]]} for g in loop.state.optimizer.param_groups]
     optimizer = torch.optim.SGD(groups, lr=0.001)  # the groups carry the switches: momentum, decay, fused
+    shown(model)
     if ranks.world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
-    inputs, targets = loop.feed.source.inputs, loop.feed.source.targets
-    plan, mine = loop.feed.plan, [v for ((v,),) in loop.feed.micro_steps]
+    batches = loop.feed.source.batches_
     criterion = torch.nn.CrossEntropyLoss()
-    position = 0
-    order = torch.randperm(plan.epoch_size)
 
     def advance(steps: int) -> None:
-        nonlocal position, order
         model.train()
         for _ in range(steps):
-            if position + plan.batch.effective > plan.epoch_size:
-                position, order = 0, torch.randperm(plan.epoch_size)
-            window = order[position : position + plan.batch.effective]
-            position += plan.batch.effective
-            for k, v in enumerate(mine):
-                index = window[v :: plan.batch.num_shards]
-                last = k == len(mine) - 1
-                model_sync = getattr(model, "require_backward_grad_sync", None)
-                if model_sync is not None:
+            for k, (inputs, targets) in enumerate(batches):
+                last = k == len(batches) - 1
+                if ranks.world_size > 1:
                     model.require_backward_grad_sync = last
-                loss = criterion(model(inputs[index]), targets[index]) / len(mine)
+                loss = criterion(model(inputs), targets)
+                if len(batches) > 1:
+                    loss = loss / len(batches)
                 if k == 0:
                     optimizer.zero_grad()
                 loss.backward()
@@ -118,6 +132,7 @@ def compare(overrides: list[str], steps: int, rounds: int, ranks: Ranks | None =
 
 def _rank(rank: int, world_size: int, store: str, overrides: list[str], steps: int, rounds: int, results: Any) -> None:
     torch.set_num_threads(1)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what a run says of itself
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     results.put((rank, compare(overrides, steps, rounds, Ranks(rank, world_size, rank, world_size))))
     dist.destroy_process_group()
@@ -162,25 +177,32 @@ def first_step(rounds: int = 5) -> float:
     return statistics.median(ratios)
 
 
-def main(which: list[str]) -> None:
+def rows(which: Collection[str] = ("toy", "resnet18", "ddp", "start")) -> Iterator[tuple[str, str, str]]:
+    """(what, figure, compared with), as soon as each is measured."""
     torch.set_num_threads(1)
-    if not which or "toy" in which:
-        added, ratio = compare(TOY, steps=1000, rounds=15)
-        print(f"toy MLP, effective batch 32            {added:+6.1f} us a step   {ratio:.3f} of raw samples/s", flush=True)
-    if not which or "resnet18" in which:
-        for accumulation in (1, 3):
-            _, ratio = compare([*RESNET, f"batch.effective={16 * accumulation}", "batch.micro=16"], 4, 9)
-            print(f"resnet18, 64 px, micro 16, accumulation {accumulation}                     "
-                  f"{ratio:.3f} of raw samples/s", flush=True)  # fmt: skip
-    if not which or "ddp" in which:
-        for accumulation in (1, 3):
-            overrides = ["parallel=ddp", *RESNET, f"batch.effective={32 * accumulation}", "batch.micro=16"]
-            _, ratio = compare_on_ranks(2, overrides, 3, 7)
-            print(f"resnet18, 64 px, DDP x 2, accumulation {accumulation}                      "
-                  f"{ratio:.3f} of raw samples/s", flush=True)  # fmt: skip
-    if not which or "start" in which:
-        print(f"start to end of a first step            {first_step():.2f} x a bare torch + timm script")
+    if "toy" in which:
+        with quiet():
+            added, _ = compare(TOY, steps=200, rounds=61)
+        yield "step of a toy MLP, effective batch 32", f"{added:+.1f} us", "a hand-written loop, same batches and optimizer"
+    for accumulation in (1, 3) if "resnet18" in which else ():
+        with quiet():
+            _, ratio = compare([*RESNET, f"batch.effective={16 * accumulation}", "batch.micro=16", "batch.shard=null"], 4, 9)
+        yield f"resnet18, 64 px, micro 16, accumulation {accumulation}: speed", f"{ratio:.3f}", "a hand-written loop"
+    for accumulation in (1, 3) if "ddp" in which else ():
+        words = ["parallel=ddp", *RESNET, f"batch.effective={32 * accumulation}", "batch.micro=16", "batch.shard=null"]
+        _, ratio = compare_on_ranks(2, words, 3, 7)
+        yield f"the same, DDP x 2, accumulation {accumulation}: speed", f"{ratio:.3f}", "the loop in torch's DDP"
+    if "start" in which:
+        yield "start to the end of the first step: time", f"{first_step():.2f} x", "a bare script on torch and timm"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what a run says of itself."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for row in rows(sys.argv[1:] or ("toy", "resnet18", "ddp", "start")):
+        print("{:<56} {:>16}   {}".format(*row), flush=True)

@@ -19,7 +19,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,15 @@ def report(world_size: int, size: int, rounds: int) -> None:
     memory = {name: max(on_ranks(world_size, peak_memory, size, name)) for name in REDUCTIONS}
     beyond = ", ".join(f"{name} {memory[name] - memory['fast']:+.0f} MiB" for name in ("tree", "bin64"))
     print(f"  peak memory of a rank beyond fast's: {beyond}", flush=True)
+
+
+def rows(size: int = 64, rounds: int = 7) -> Iterator[tuple[str, str, str]]:
+    """(what, figure, compared with): time of a window on two ranks."""
+    ranks = on_ranks(2, measure, size, rounds)
+    for name in list(REDUCTIONS)[1:]:
+        ratios = [max(of[name][k][0] for of in ranks) / max(of["fast"][k][0] for of in ranks) for k in range(rounds)]
+        yield (f"resnet18, {size} px, DDP x 2, reduction=exact ({name}): time", f"{statistics.median(ratios):.2f} x",
+               "reduction=fast (torch's DDP)")  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:

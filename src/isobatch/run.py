@@ -43,7 +43,7 @@ from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.summary import summarize
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks, choose_device
-from isobatch.runtime.randomness import ShardSeeder, seed_everything
+from isobatch.runtime.randomness import ShardSeeder, draws_on_host, seed_everything
 from isobatch.shards.criteria import EachShard, handed_on
 from isobatch.shards.side_by_side import SideBySide
 from isobatch.tasks import Work
@@ -205,8 +205,9 @@ class Run:
             self.files.resume_metrics(state.step)  # this folder's rows from before a restart, as far as they stand
             self.resume.adopt(checkpointer)
         lanes = config.parallel.lane_devices(device)
-        seed = ShardSeeder(config.seed, lanes)
         criterion = config.loss.build()
+        host = draws_on_host(working.module, criterion, getattr(config.loss, "factory", criterion))
+        seed = ShardSeeder(config.seed, lanes, host)
         if sharing.at_once > 1 and config.loss.couples(criterion):
             criterion, prepare = EachShard(criterion, config.loss.averages), handed_on(prepare)
         side = SideStream(device)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from precision_probes import QUIET, data_of, model_of
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from isobatch.runtime.randomness import ShardSeeder
+from isobatch.runtime.randomness import ShardSeeder, draws_on_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*opt_einsum")  # kron wishes for it
 KRON = ("logger=none", "threads=1", "model=mlp", "model.width=8", "model.depth=1", "scheduler=constant", "epochs=null",
@@ -107,3 +109,33 @@ def test_generators_that_an_optimizer_keeps_are_seeded_for_the_step() -> None:
             drawn.append((own.mine.random(), torch.rand(1, generator=own.torchs).item(), torch.rand(1).item(),
                           random.random(), float(numpy.random.rand())))  # fmt: skip
     assert drawn[:2] == drawn[2:] and all(a != b for a, b in zip(drawn[0], drawn[1], strict=True))
+
+
+def test_numpy_and_python_are_seeded_only_where_anybodys_own_code_runs() -> None:
+    class Mine(torch.nn.Linear):
+        pass
+
+    def hook(module: object, inputs: object) -> None:
+        pass
+
+    plain, loss = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout()), torch.nn.CrossEntropyLoss()
+    hooked, patched = torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
+    hooked[0].register_forward_pre_hook(hook)
+    patched.forward = lambda inputs: inputs  # type: ignore[method-assign]
+    assert not draws_on_host(plain, loss, loss)
+    for module, criterion, other in ((torch.nn.Sequential(Mine(1, 1)), loss, loss), (hooked, loss, loss), (patched, loss, loss),
+                                     (plain, hook, loss), (plain, loss, hook), (plain, partial(loss), loss)):  # fmt: skip
+        assert draws_on_host(module, criterion, other)
+
+
+def test_torchs_and_timms_forwards_draw_from_torch_alone() -> None:
+    import timm
+    import torch
+
+    draws = re.compile(r"^\s*(?:from random |import random\b|from numpy)|\b(?:np|numpy)\.random\b", re.MULTILINE)
+    places = [(torch, "nn/modules"), (torch, "nn/utils"), (timm, "layers"), (timm, "models"), (timm, "loss")]
+    for package, folder in places:
+        files = list((Path(package.__file__).parent / folder).rglob("*.py"))
+        assert files
+        assert [f.name for f in files if draws.search(f.read_text())] == []
+    assert draws.search("x = np.random.rand()") and draws.search("import random\n") and draws.search("from random import x")

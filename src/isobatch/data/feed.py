@@ -146,6 +146,7 @@ class Feed:
         self.source, self.plan, self.averages, self.prepare, self.keep = source, plan, averages, prepare, keep
         self.micro_steps, self.interleaved = plan.batch.micro_steps(replicas, lanes), interleaved
         self.cut = lru_cache(maxsize=4)(self._cut)
+        self.window = lru_cache(maxsize=2)(plan.window)  # without workers it is asked for its samples, then for its batches
         self.order = lru_cache(maxsize=2)(lambda epoch: self._padded(order(epoch)))
         self.highest = lru_cache(maxsize=2)(lambda epoch: int(self.order(epoch).max()))
 
@@ -181,7 +182,7 @@ class Feed:
 
     def requests(self, start: int, stop: int) -> Iterator[Request]:
         for step in range(start, stop):
-            window = self.plan.window(step)
+            window = self.window(step)
             for shards, lanes in self.filled(window):
                 indices = lanes.join([self.shard_indices(window, v) for v in shards])
                 yield Request(window.epoch, indices, self.highest(window.epoch))
@@ -191,7 +192,7 @@ class Feed:
         kept: deque[Again] = deque()
         batches = self.source.batches(self.requests(start, stop), kept.append if self.keep else None)
         for step in range(start, stop):
-            window = self.plan.window(step)
+            window = self.window(step)
             yield WindowData(window, Kept(self, window, batches, kept) if self.keep else self._micro_batches(window, batches))
 
     def _micro_batches(self, window: Window, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[MicroBatch]:

@@ -36,12 +36,13 @@ class ShardSeeder:
     A device's generator keeps its seed on the host, so nothing here waits for it.
     """
 
-    def __init__(self, seed: int, devices: list[torch.device]):
+    def __init__(self, seed: int, devices: list[torch.device], host: bool = True):
+        """`host`: whether a forward may draw from NumPy or Python, whose seeding takes a twentieth of a small model's step."""
         import torch
 
         from isobatch.runtime.accelerator import generator
 
-        self.seed = seed
+        self.seed, self.host = seed, host
         self.generators = [generator(device) for device in devices]
         self.all = list({id(g): g for g in (*self.generators, torch.default_generator)}.values())
         self.own: tuple[object, list[Any]] = (None, [])
@@ -52,7 +53,8 @@ class ShardSeeder:
         self.generators[0].manual_seed(first)
         for generator, shard in zip(self.generators[1:], shards[1:], strict=False):
             generator.manual_seed(seed_of("shard", self.seed, step, shard))
-        seed_host(first)
+        if self.host:
+            seed_host(first)
 
     def update(self, step: int, optimizer: object) -> None:
         """Before an update: what an optimizer or a hook of its step draws, alike on all ranks.
@@ -84,6 +86,25 @@ def seed_host(key: int) -> None:
 
     numpy.random.seed(key % 2**32)
     random.seed(key)
+
+
+TORCH_ALONE = frozenset({"torch", "timm", "isobatch"})  # their forwards draw from torch's generators: a test reads them
+
+
+def draws_on_host(module: Any, criterion: Any, *others: Any) -> bool:
+    """Whether a forward may draw from NumPy or Python: where anybody's own code runs in it, be it a hook."""
+    from torch.nn import Module
+    from torch.nn.modules import module as torch_s
+
+    code = [*torch_s._global_forward_hooks.values(), *torch_s._global_forward_pre_hooks.values(), *others]
+    for whole in (module, criterion):
+        if not isinstance(whole, Module):
+            code.append(whole)
+            continue
+        for part in whole.modules():
+            code += [type(part), *part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+            code += [forward] if (forward := vars(part).get("forward")) else []
+    return any((getattr(one, "__module__", None) or "").partition(".")[0] not in TORCH_ALONE for one in code)
 
 
 def has_step_hooks(optimizer: Any) -> bool:

@@ -1,0 +1,5 @@
+"""`python benchmarks`: see table.py."""
+
+from table import main
+
+main()
