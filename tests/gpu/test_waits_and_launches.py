@@ -102,3 +102,10 @@ def test_what_is_added_is_a_handful_of_kernels(tmp_path: Path) -> None:
     # an average: one lerp, two copies; bin64: five or six a bucket and shard, and the sums into gradients
     assert added["ema=ema"] <= 6 and added["max_grad_norm=1"] <= 10 and added["reduction=exact"] <= 16, added
     assert added["reduction=exact reduction.method=bin64"] <= 50, added
+
+
+def test_the_order_of_an_epoch_is_sent_once(tmp_path: Path) -> None:
+    """Not the indices of each micro step: of data that live on the device a batch is two gathers."""
+    with pretend() as machine:
+        stepping(tmp_path, machine, job(*QUIET, "batch.effective=28", "sampler.tail=drop", "data.samples=200"))
+        assert machine.launches["copy between devices"] == 0 and machine.launches["index_select"] == 2 * 4 * 3

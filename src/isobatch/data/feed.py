@@ -16,6 +16,7 @@ from isobatch.data import Split
 from isobatch.data.device import SideStream, ToDevice
 from isobatch.data.loader import WorkerSource, choose_workers
 from isobatch.data.samples import Request, Samples, ignored_by
+from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import isolated_generators
 from isobatch.shards.layout import Lanes, Layout
@@ -55,8 +56,10 @@ Again = Callable[[], tuple[Tensor, Tensor]]
 class Source(Protocol):
     """Turns requests into (inputs, targets) on the device, in order.
 
-    `keep` is given, for each batch before it is yielded, what makes it once more.
+    `reads_on`: where it looks at a request's indices. `keep` is given, for each batch before it is yielded, what makes it once more.
     """
+
+    reads_on: torch.device
 
     def batches(self, requests: Iterator[Request], keep: Callable[[Again], Any] | None = None) -> Iterator[
         tuple[Tensor, Tensor]]: ...  # fmt: skip
@@ -71,6 +74,7 @@ class TensorSource:
         device = to_device.device
         self.inputs, self.targets = (t.to(device) for t in tensors)
         self.device, self.size = device, len(self.targets)
+        self.reads_on = device
         self.normalized = to_device.normalized if to_device.changes(self.inputs) else None
 
     def batches(self, requests: Iterator[Request], keep: Callable[[Again], Any] | None = None) -> Iterator[
@@ -82,7 +86,7 @@ class TensorSource:
 
     def batch(self, request: Request) -> tuple[Tensor, Tensor]:
         index = request.indices if request.highest < self.size else request.indices % self.size
-        if self.device.type != "cpu":
+        if index.device != self.device:
             index = index.to(self.device, non_blocking=True)
         inputs = self.inputs.index_select(0, index)
         return inputs if self.normalized is None else self.normalized(inputs), self.targets.index_select(0, index)
@@ -149,6 +153,8 @@ class Feed:
         self.window = lru_cache(maxsize=2)(plan.window)  # without workers it is asked for its samples, then for its batches
         self.order = lru_cache(maxsize=2)(lambda epoch: self._padded(order(epoch)))
         self.highest = lru_cache(maxsize=2)(lambda epoch: int(self.order(epoch).max()))
+        # of data that live on the device: once an epoch, where a copy for each micro step would be a launch and a wait
+        self.sent = lru_cache(maxsize=2)(lambda epoch: accelerator.sent(self.order(epoch), source.reads_on))
 
     def _padded(self, order: Tensor) -> Tensor:
         """`tail=pad` repeats the order's own start, as often as needed, as DistributedSampler does."""
@@ -158,10 +164,11 @@ class Feed:
             return order
         return order.repeat(missing // len(order) + 2)[:size]
 
-    def shard_indices(self, window: Window, shard: int) -> Tensor:
-        """Virtual indices (n,) of one shard."""
+    def shard_indices(self, window: Window, shard: int, order: Tensor | None = None) -> Tensor:
+        """Virtual indices (n,) of one shard; of those of `order`, a copy of its epoch's elsewhere."""
         positions = window.shard(shard)
-        return self.order(window.epoch)[positions.start : positions.stop : positions.step]
+        order = self.order(window.epoch) if order is None else order
+        return order[positions.start : positions.stop : positions.step]
 
     def indices(self, window: Window) -> Tensor:
         """Virtual indices of the whole window, in the sampler's order."""
@@ -183,8 +190,9 @@ class Feed:
     def requests(self, start: int, stop: int) -> Iterator[Request]:
         for step in range(start, stop):
             window = self.window(step)
+            order = self.sent(window.epoch)
             for shards, lanes in self.filled(window):
-                indices = lanes.join([self.shard_indices(window, v) for v in shards])
+                indices = lanes.join([self.shard_indices(window, v, order) for v in shards])
                 yield Request(window.epoch, indices, self.highest(window.epoch))
 
     def windows(self, start: int, stop: int) -> Iterator[WindowData]:

@@ -57,6 +57,8 @@ class WorkerSource:
     They read ahead `prefetch` batches each. The training process's random generators stay as they are.
     """
 
+    reads_on = torch.device("cpu")
+
     def __init__(self, samples: Samples, to_device: ToDevice, num_workers: int = 0, persistent: bool = True,
                  prefetch: int = 2, pin_memory: bool = False):  # fmt: skip
         self.samples, self.to_device = samples, to_device
