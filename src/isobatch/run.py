@@ -47,7 +47,7 @@ from isobatch.runtime.randomness import ShardSeeder, draws_on_host, seed_everyth
 from isobatch.shards.criteria import EachShard, handed_on
 from isobatch.shards.side_by_side import SideBySide
 from isobatch.tasks import Work
-from isobatch.train import batch_norm, graph, sharpness
+from isobatch.train import batch_norm, graph, pace, sharpness
 from isobatch.train.governed import governed
 from isobatch.train.loop import Loop
 from isobatch.train.rehearsal import SAMPLES, rehearse
@@ -243,6 +243,7 @@ class Run:
             total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
             eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if config.eval_every else plan.ahead,
             stop_requested=STOP.asked, audit=determinism.heard(repeat.wanted(config, ranks, lanes), ranks, self.files),
+            pace=pace.watched(config, state, ranks, device),
         )  # fmt: skip
 
     def watched(self, module: torch.nn.Module, apart: SideBySide) -> SideBySide | Fingerprint:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,7 +69,8 @@ def test_replicas_cover_every_shard_once_with_even_load(plan: BatchPlan, lanes: 
 
 
 def feed(plan: BatchPlan, replicas: range, order: torch.Tensor) -> Feed:
-    return Feed(None, plan, lambda epoch: order, replicas, 1)  # type: ignore[arg-type]
+    source: Any = SimpleNamespace(reads_on=torch.device("cpu"))
+    return Feed(source, plan, lambda epoch: order, replicas, 1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ Again = Callable[[], tuple[Tensor, Tensor]]
 class Source(Protocol):
     """Turns requests into (inputs, targets) on the device, in order.
 
-    `reads_on`: where it looks at a request's indices. `keep` is given, for each batch before it is yielded, what makes it once more.
+    `reads_on`: where it looks at a request's indices. `keep` is given, for each batch before it is yielded, what makes it
+    once more.
     """
 
     reads_on: torch.device
@@ -133,6 +135,9 @@ class Feed:
         prepare: last touch on the device for a micro batch (mixup): (inputs, targets, step, shards, lanes) -> both.
         keep: a window can be gone through more than once (its batches stay in main memory, as they were read).
         interleaved: how several shards of one forward lie in its batch (see shards/layout.py).
+
+    Attributes:
+        waited: seconds so far that this process has waited for data.
     """
 
     def __init__(
@@ -147,6 +152,7 @@ class Feed:
         keep: bool = False,
         interleaved: bool = True,
     ):
+        self.waited = 0.0
         self.source, self.plan, self.averages, self.prepare, self.keep = source, plan, averages, prepare, keep
         self.micro_steps, self.interleaved = plan.batch.micro_steps(replicas, lanes), interleaved
         self.cut = lru_cache(maxsize=4)(self._cut)
@@ -206,7 +212,13 @@ class Feed:
     def _micro_batches(self, window: Window, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[MicroBatch]:
         steps = self.filled(window)
         for k in range(len(steps)):
-            yield self.micro_batch(window, steps, k, *next(batches))
+            yield self.micro_batch(window, steps, k, *self.next(batches))
+
+    def next(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        began = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - began
+        return batch
 
     def micro_batch(self, window: Window, steps: list[tuple[tuple[int, ...], Lanes]], k: int, inputs: Tensor,
                     targets: Tensor) -> MicroBatch:  # fmt: skip
@@ -236,7 +248,7 @@ class Kept:
             if k < len(self.again):
                 inputs, targets = self.again[k]()
             else:
-                inputs, targets = next(self.batches)
+                inputs, targets = self.feed.next(self.batches)
                 self.again.append(self.kept.popleft())
             if inputs.device.type == "cpu" and self.feed.prepare is not None:
                 inputs = inputs.clone()  # what was read itself, which mixing would change

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -78,6 +78,30 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type in ("cpu", "mps"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Fetched:
+    """Numbers of a device on their way to the host, behind the work that makes them; nobody waits until they are read.
+
+    Args:
+        numbers: 0-d, all of one device.
+    """
+
+    def __init__(self, numbers: Sequence[torch.Tensor]):
+        device = numbers[0].device
+        self.numbers, self.done = list(numbers), None
+        if device.type not in ("cpu", "mps"):
+            self.numbers = [torch.empty_like(n, device="cpu", pin_memory=True).copy_(n, non_blocking=True) for n in numbers]
+            self.done = torch.accelerator.current_stream(device).record_event()
+
+    def read(self) -> list[float]:
+        """The numbers; waits for them."""
+        if self.done is not None:
+            self.done.synchronize()
+        return [number.item() for number in self.numbers]
+
+    def arrived(self) -> bool:
+        return self.done is None or bool(self.done.query())
 
 
 def wait(device: torch.device) -> None:

@@ -37,8 +37,12 @@ def check(config: Config, accumulation_steps: int, device: torch.device) -> None
         what = "reduction=exact keeps" if config.reduction.exact else f"{accumulation_steps} micro steps add up"
         raise ConfigError("compile", config.compile, f"its CUDA graphs own the gradients that {what} between micro steps",
                           "set compile=max-autotune-no-cudagraphs, or compile=true cuda_graph=true reduction=fast")  # fmt: skip
-    if not config.cuda_graph:
-        return
+    if config.cuda_graph and (problem := obstacle(config, device)) is not None:
+        raise ConfigError("cuda_graph", True, *problem)
+
+
+def obstacle(config: Config, device: torch.device) -> tuple[str, str] | None:
+    """(reason, way out) why this training cannot be recorded; None: it can."""
     problem = None
     if device.type != "cuda":
         problem = f"records work of CUDA devices, and this run works on {device}", "set cuda_graph=null"
@@ -56,8 +60,7 @@ def check(config: Config, accumulation_steps: int, device: torch.device) -> None
     elif getattr(config.optimizer, "sam", None) is not None or "frozen_until" in str(getattr(config.optimizer, "groups", "")):
         problem = ("optimizer.sam and frozen_until change what happens between the recordings",
                    "leave them out, or set cuda_graph=null")  # fmt: skip
-    if problem is not None:
-        raise ConfigError("cuda_graph", True, *problem)
+    return problem
 
 
 def chosen(config: Config, working: WorkingCopy, optimizer: torch.optim.Optimizer, ranks: Ranks,

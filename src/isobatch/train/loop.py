@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.dtensor import whole
 from isobatch.stop import TIME_UP, Ending, Stopping
 from isobatch.train.nonfinite import LossWatch
+from isobatch.train.pace import Pace
 from isobatch.train.state import TrainState
 from isobatch.train.step import Parts, train_step
 
@@ -75,9 +77,11 @@ class Loop:
     ahead: int = 0  # of the steps that evaluations are counted by (BatchPlan.ahead)
     audit: Callable[[TrainState, Parts, Iterator[WindowData]], Iterator[WindowData]] | None = None
     ending: Ending | None = None  # how a rule has ended the run before its length was up
+    pace: Pace | None = None
     clock: Clock = field(default_factory=Clock)
     trained_samples: int = 0
     watch: LossWatch = field(default_factory=LossWatch)
+    late: tuple[dict[str, Any], accelerator.Fetched] | None = None  # a row whose numbers are on their way
     last_eval: dict[str, float] = field(default_factory=dict)
     last_train: dict[str, float] = field(default_factory=dict)
 
@@ -91,6 +95,15 @@ class Loop:
         Raises:
             Stopped: on a signal, after a complete checkpoint. JobFailed: the loss is not finite.
         """
+        try:
+            self._train()
+        except BaseException:
+            with suppress(Exception):  # the device may be what failed: nobody waits for it
+                if self.late is not None and self.late[1].arrived():
+                    self._log(self._read(*self.late))
+            raise
+
+    def _train(self) -> None:
         state = self.state
         poll = StopPoll(self.ranks, self._requested)
         self.console.begin(state.step)
@@ -110,6 +123,8 @@ class Loop:
             lr = self._set_lr()
             log_now = (state.step + 1) % self.log_every == 0 or state.step + 1 == self.total_steps
             applied, norm = train_step(state, self.parts, data, want_norm=log_now)
+            if self.pace is not None:
+                self.pace = self.pace.step(self.feed.waited)
             self.watch.saw(data.window, self.parts.reducer)
             state.step += 1
             state.samples += data.window.size
@@ -117,13 +132,18 @@ class Loop:
             state.update += applied
             state.skipped_steps += not applied
             if log_now or state.step == 1:
-                row = self._row(data, lr, norm)
+                self.flush()
+                row, numbers = self._row(data, lr, norm)
+                if at_once := self.parts.device.type == "cpu" or state.step == 1 or self._pauses(state.step):
+                    accelerator.wait(self.parts.device)  # what comes next needs the row, or a clock that is right
                 seconds = self.clock.lap()
                 row["perf/samples_per_s"] = (state.samples - logged_samples) / max(seconds - logged_s, 1e-9)
                 if state.step > timed_from:
                     row["time_s"] = seconds
                 logged_samples, logged_s = state.samples, seconds
-                self._log(row)
+                self.late = row, numbers
+                if at_once:
+                    self.flush()
                 self.logger.watch(row, state.model)
             if self.warmup and state.step == timed_from:
                 accelerator.wait(self.parts.device)
@@ -142,6 +162,10 @@ class Loop:
     def _evaluates(self, step: int) -> bool:
         return step == self.total_steps or (step - self.ahead) % self.eval_every == 0
 
+    def _pauses(self, step: int) -> bool:
+        """Whether an evaluation or a save that is known beforehand follows `step`."""
+        return self._evaluates(step) or self.checkpointer.due(step)
+
     def _between_steps(self, signum: int) -> None:
         """Evaluation and saving, outside the training clock."""
         state = self.state
@@ -154,6 +178,9 @@ class Loop:
             saves = last or self.checkpointer.due(state.step)
         if not (evaluates or saves or signum):
             return
+        self.flush()
+        if self.pace is not None:
+            self.pace.drained()
         self.clock.lap()
         is_best = is_leader = False
         if evaluates and not signum:
@@ -210,22 +237,38 @@ class Loop:
             lr = max(lr, group["lr"])
         return lr
 
-    def _row(self, data: WindowData, lr: float, norm: torch.Tensor | None) -> dict[str, Any]:
-        """The row of a logged step. Reading the loss is where the host waits for the device."""
+    def _row(self, data: WindowData, lr: float, norm: torch.Tensor | None) -> tuple[dict[str, Any], accelerator.Fetched]:
+        """The row of a logged step, and what of it is still on its way from the device: the loss, and the norm if any."""
         state = self.state
-        loss = self.parts.reducer.window_loss().item()
-        if not math.isfinite(loss) and not state.scaler.is_enabled() and not self.parts.skip_nonfinite:
-            self.checkpointer.forbid()
-            raise JobFailed(self.watch.story(self.ranks, self.feed, loss, state.step))
-        self.watch.clear()
         row = {"step": state.step, "update": state.update, "epoch": data.window.epoch, "samples": state.samples,
-               "train/loss": loss, "train/lr": lr}  # fmt: skip
+               "train/loss": None, "train/lr": lr}  # fmt: skip
         if norm is not None:
-            row["train/grad_norm"] = norm.item()
+            row["train/grad_norm"] = None
         row |= {f"train/{name}": value for name, value in self.parts.reducer.named().items()}
         row["train/loss_scale"] = state.scaler.get_scale()
         row["train/skipped_steps"] = state.skipped_steps
-        return row
+        loss = self.parts.reducer.window_loss()
+        return row, accelerator.Fetched([loss] if norm is None else [loss, norm])
+
+    def _read(self, row: dict[str, Any], numbers: accelerator.Fetched) -> dict[str, Any]:
+        return row | dict(zip((key for key in ("train/loss", "train/grad_norm") if key in row), numbers.read(), strict=True))
+
+    def flush(self) -> None:
+        """Write the row of the latest logged step. On a device it has waited for its numbers, so that the host need not.
+
+        Raises:
+            JobFailed: its loss is not finite (on all ranks; a collective).
+        """
+        if self.late is None:
+            return
+        late, self.late = self.late, None
+        row = self._read(*late)
+        loss = row["train/loss"]
+        if not math.isfinite(loss) and not self.state.scaler.is_enabled() and not self.parts.skip_nonfinite:
+            self.checkpointer.forbid()
+            raise JobFailed(self.watch.story(self.ranks, self.feed, loss, row["step"]))
+        self.watch.clear(row["step"])
+        self._log(row)
 
     def _log(self, row: dict[str, Any]) -> None:
         self.last_train = row

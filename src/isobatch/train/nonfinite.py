@@ -33,9 +33,10 @@ class LossWatch:
         if loss is not None:
             self.seen.append((window, loss))
 
-    def clear(self) -> None:
-        """The logged loss is finite, so all since the one before were: NaN does not go away by itself."""
-        self.seen.clear()
+    def clear(self, step: int) -> None:
+        """The loss logged at `step` is finite, so all up to it were: NaN does not go away by itself."""
+        while self.seen and self.seen[0][0].step < step:  # a window counts from 0
+            self.seen.popleft()
 
     def first_bad(self, rank: int, feed: Feed) -> tuple[int, int, float, list[int]] | None:
         """(step, rank, loss, sample indices) of the first loss of this rank that is not finite."""
