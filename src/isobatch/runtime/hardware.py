@@ -32,7 +32,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device) -> int:
     if torch.get_deterministic_debug_mode() != mode:
         torch.set_deterministic_debug_mode(mode)
     # fresh memory that is filled would hide from the audit what a kernel reads of it, and costs a kernel each
-    torch.utils.deterministic.fill_uninitialized_memory = config.deterministic  # type: ignore[assignment]
+    torch.utils.deterministic.fill_uninitialized_memory = config.deterministic  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = device.type == "cuda" and not (config.deterministic or config.reduction.exact)
     torch.backends.cudnn.deterministic = config.deterministic or config.reduction.exact
     config.precision.setup()

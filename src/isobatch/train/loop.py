@@ -27,6 +27,7 @@ from isobatch.runtime.dtensor import whole
 from isobatch.stop import TIME_UP, Ending, Stopping
 from isobatch.train.nonfinite import LossWatch
 from isobatch.train.pace import Pace
+from isobatch.train.polling import StopPoll
 from isobatch.train.state import TrainState
 from isobatch.train.step import Parts, train_step
 
@@ -275,25 +276,3 @@ class Loop:
         self.files.row(row)
         self.logger.log(row)
         self.console.step(row)
-
-
-class StopPoll:
-    """Ranks agree on a stop at a step boundary, about once a second, so that the question costs nothing per step."""
-
-    def __init__(self, ranks: Ranks, requested: Callable[[], int]):
-        self.ranks, self.requested = ranks, requested
-        self.next_step, self.asked_at, self.asked_step = 0, time.monotonic(), 0
-
-    def due(self, step: int) -> int:
-        """The signal to stop for, or SAVE_NOW; 0 = neither. The same on every rank."""
-        if self.ranks.world_size == 1:
-            return self.requested()
-        if step < self.next_step:
-            return 0
-        signum = self.ranks.agree(self.requested())
-        now = time.monotonic()
-        pace = (now - self.asked_at) / max(1, step - self.asked_step)
-        # the slowest rank's pace decides, so that all ask again at the same step
-        self.next_step = step + max(1, 1000 // max(1, self.ranks.agree(round(pace * 1000))))
-        self.asked_at, self.asked_step = now, step
-        return signum
