@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from isobatch.checks import choice
 from isobatch.errors import ConfigError
 
 # the evaluation's own metrics
-KNOWN = {"eval/loss": "min", "eval/accuracy": "max", "eval/accuracy_top5": "max"}
+KNOWN = {"eval/loss": "min", "eval/accuracy": "max", "eval/accuracy_top5": "max", "eval/map": "max", "eval/f1": "max",
+         "eval/mae": "min", "eval/rmse": "min", "eval/r2": "max", "eval/mean_iou": "max", "eval/pixel_accuracy": "max",
+         "eval/perplexity": "min"}  # fmt: skip
 # the same of the weights as trained, beside an average of them
 KNOWN |= {metric.replace("eval/", "eval/raw_"): direction for metric, direction in KNOWN.items()}
 
@@ -31,30 +33,43 @@ def sign(metric: str, mode: str) -> int:
     return 1 if (KNOWN.get(metric) if mode == "auto" else mode) == "max" else -1
 
 
-def value(group: str, metric: str, result: Mapping[str, Any]) -> float:
+def value(group: str, metric: str, result: Mapping[str, Any], key: str = "metric") -> float:
     """The metric in an evaluation's result.
 
     Raises:
         ConfigError: it has none of that name.
     """
     if metric not in result:
-        raise ConfigError(f"{group}.metric", metric, "an evaluation here has no such metric",
+        raise ConfigError(f"{group}.{key}", metric, "an evaluation here has no such metric",
                           f"choose one of {', '.join(k for k in result if k not in ('eval/samples', 'step'))}")  # fmt: skip
     return float(result[metric])
 
 
-def check_there(group: str, metric: str, num_classes: int, averaged: bool) -> None:
-    """Refuse a metric that no evaluation of this run will have, before anything is trained.
+def there(names: Iterable[Sequence[str]], averaged: bool) -> list[str] | None:
+    """The metrics of this run's evaluations, given each metric's `names`; None: not all are known before the first one.
+
+    Args:
+        averaged: there is an average of the weights, so that the raw ones have metrics of their own.
+    """
+    known = list(names)
+    if not all(known):
+        return None
+    found = ["eval/loss", *(f"eval/{name}" for part in known for name in part)]
+    return found + [key.replace("eval/", "eval/raw_") for key in found if averaged]
+
+
+def check_there(group: str, metric: str, metrics: Sequence[str] | None) -> None:
+    """Refuse a metric that no evaluation of this run will have (`metrics`, as of `there`), before anything is trained.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    there = ["eval/loss", *(["eval/accuracy"] if num_classes else []), *(["eval/accuracy_top5"] if num_classes > 5 else [])]
-    if averaged:
-        there += [key.replace("eval/", "eval/raw_") for key in there]
-    value(group, metric, dict.fromkeys(there, 0.0))
+    if metrics is not None:
+        value(group, metric, dict.fromkeys(metrics, 0.0))
 
 
-def objective(result: Mapping[str, Any]) -> float | None:
-    """What a sweeper optimizes, of an evaluation's result: its accuracy, for data without classes its loss."""
-    return result.get("eval/accuracy", result.get("eval/loss"))
+def objective(result: Mapping[str, Any], metric: str | None) -> float | None:
+    """What a sweeper optimizes: `metric` of an evaluation; None: its accuracy, where there is none its loss."""
+    if metric is None:
+        return result.get("eval/accuracy", result.get("eval/loss"))
+    return value("sweep", metric, result, "objective") if result else None

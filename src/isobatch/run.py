@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
+from isobatch import better, tasks
 from isobatch import config as configuration
-from isobatch import tasks
 from isobatch.amounts import in_updates
 from isobatch.audit import determinism, repeat
 from isobatch.batch_plan import BatchPlan, resolve_batch
-from isobatch.better import objective
 from isobatch.config import Config
 from isobatch.console import Console, make_console
 from isobatch.data import Split, Splits
@@ -82,7 +81,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
             raise
         raise error from None
     run.finish(run.ending, None)
-    return objective(run.loop.last_eval if run.loop else {})
+    return better.objective(run.loop.last_eval if run.loop else {}, config.sweep.objective)
 
 
 class Run:
@@ -179,8 +178,8 @@ class Run:
             config.augment.batch_transform(splits.info, config.seed),
             lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
         )  # fmt: skip
-        given = rehearse(config, working.module, splits, device, channels_last, prepare, self.task.trains,
-                         STOP.asked, give_up(self.run_dir, ranks.rank))  # fmt: skip  # while the weights are whole
+        given, seen, metrics = rehearse(config, working.module, splits, device, channels_last, prepare, self.task.trains,
+                                        STOP.asked, give_up(self.run_dir, ranks.rank))  # fmt: skip
         config.parallel.shard(model, average and average.module, config.precision, ranks, device,
                               lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
         optimizer = config.optimizer.build(model, plan.batch.effective)
@@ -193,7 +192,8 @@ class Run:
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
         reducer = elements.in_front_of(reducer, given, SAMPLES, plan.batch, ranks, device)
         reducer = sharpness.around(config.optimizer, reducer, working, [p for p in model.parameters() if p.requires_grad])
-        rules = governed(config, model, optimizer, total, plan, splits.info, average is not None)
+        rules = governed(config, model, optimizer, total, plan,
+                         better.there([metric.names for metric in metrics], average is not None))  # fmt: skip
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
                            followers={**rules.followers, "leaders": checkpointer.leaders})  # fmt: skip
@@ -236,7 +236,7 @@ class Run:
                 # with exact the same bits at any micro batch
                 config.batch.eval or (plan.batch.shard if config.reduction.exact else self.plan["micro_batch"]),
                 splits.info.num_classes, config.loss.averages, plan.batch.shard,
-                after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes,
+                after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes, metrics=metrics, example=seen,
             ),
             schedule=rules.schedule, stopping=rules.stopping, ending=self.resume.ended(rules.stopping.ending),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +40,7 @@ class Stopping:
 
     ending: Ending | None = None
 
-    def check(self, num_classes: int, averaged: bool) -> None:
+    def check(self, metrics: Sequence[str] | None) -> None:
         """Raise ConfigError where no evaluation will have the metric."""
 
     def request(self) -> int:
@@ -119,8 +119,8 @@ class ByRules(Stopping):
         self.not_better = 0
         self.end = math.inf if options.max_time is None else time.monotonic() + seconds(options.max_time)
 
-    def check(self, num_classes: int, averaged: bool) -> None:
-        better.check_there("stop", self.options.followed, num_classes, averaged)
+    def check(self, metrics: Sequence[str] | None) -> None:
+        better.check_there("stop", self.options.followed, metrics)
 
     def request(self) -> int:
         return TIME_UP if time.monotonic() >= self.end else 0

@@ -73,6 +73,10 @@ PLANS = {"single": (1, "batch.micro=2"), "together": (1, "batch.shard=2", "batch
          "ddp4": (4, "parallel=ddp", "batch.micro=2")}  # fmt: skip
 
 
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+
+
 def trained(folder: Path, words: tuple[str, ...], ranks: Ranks = ALONE, made: Any = None) -> tuple[Any, ...]:
     """(weights, rows, skipped) of a training in this process."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +86,7 @@ def trained(folder: Path, words: tuple[str, ...], ranks: Ranks = ALONE, made: An
     run.finish("completed", None)
     assert run.loop is not None
     state = run.loop.state
-    flat = torch.cat([p.detach().reshape(-1).double() for p in state.parameters]).tolist()
+    flat = torch.cat([whole(p.detach()).reshape(-1).double() for p in state.parameters]).tolist()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] if ranks.is_main else []
     return flat, rows, state.skipped_steps
 

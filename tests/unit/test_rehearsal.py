@@ -73,9 +73,10 @@ ZERO = torch.zeros(1, 8, 8)
 @pytest.mark.parametrize(("name", "sample", "says"), [
     ("bool", lambda i: (ZERO.bool(), i), "inputs, bool [2, 1, 8, 8], as of sample 0"),
     ("float64", lambda i: (ZERO.numpy().astype("float64"), i), "let the dataset return float32 (images: uint8)"),
-    ("dict", lambda i: ({"a": ZERO}, i), "the input of sample 0 is a dict: no batch can be made of such inputs"),
+    ("dict", lambda i: ({"a": ZERO}, i),
+     "the model cannot take the training's inputs, a dict of float32 [2, 1, 8, 8], as of sample 0"),
     ("sizes", lambda i: (torch.zeros(1, 8, 8 + i), i), "the input of sample 1 is float32 [1, 8, 9], and that of sample 0 is"),
-    ("text", lambda i: (ZERO, "cat"), "the target of sample 0 is a str: no batch can be made of such targets"),
+    ("text", lambda i: (ZERO, "cat"), "with targets a list of a str, a str, as of sample 0"),
     ("one", lambda i: (ZERO, torch.tensor([i])), "loss.name=cross_entropy: the training's loss cannot take the model's output"),
     ("int32", lambda i: (ZERO, torch.tensor(i, dtype=torch.int32)), "with targets int32 [2], as of sample 0"),
     ("from1", lambda i: (ZERO, i + 1), "sample 3 has the label 4, and the classes are 0 to 3: number them from 0"),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch import better
 from isobatch.better import KNOWN
 from isobatch.checkpoint.reading import Saved, load, read
 from isobatch.checkpoint.saving import Checkpointer
@@ -47,6 +49,9 @@ class NoCheckpoint:
         choice("checkpoint.weights", self.weights, ("auto", "ema", "raw"))
         if not re.fullmatch(r"last|best|step-[0-9]{1,15}", self.load):
             raise ConfigError("checkpoint.load", self.load, "is no checkpoint's name", "choose last, best or step-N")
+
+    def check(self, metrics: Sequence[str] | None) -> None:
+        """Nothing is followed."""
 
     def build(self, run_dir: Path, ranks: Ranks, about: dict[str, Any]) -> Checkpointer:
         return Checkpointer(Checkpoint(), run_dir, ranks, about, enabled=False)
@@ -96,6 +101,11 @@ class Checkpoint(NoCheckpoint):
     def build(self, run_dir: Path, ranks: Ranks, about: dict[str, Any]) -> Checkpointer:
         return Checkpointer(self, run_dir, ranks, about)
 
+    def check(self, metrics: Sequence[str] | None) -> None:
+        """Refuse to follow a metric that no evaluation of this run will have (see better.there)."""
+        if self.best not in (None, "auto") and metrics is not None:
+            better.value("checkpoint", str(self.best), dict.fromkeys(metrics, 0.0), "best")
+
     def direction(self, metric: str) -> str | None:
         """`max` or `min` is better for `metric`; None = not known, so it is not tracked."""
         return self.mode if metric == self.best and self.mode != "auto" else KNOWN.get(metric)
@@ -111,6 +121,7 @@ class Checkpoint(NoCheckpoint):
         followed = self.followed(result)
         if followed is None or (direction := self.direction(followed)) is None:
             return None
+        better.value("checkpoint", followed, result, "best")
         raw = followed.replace("eval/", "eval/raw_")
         sign = 1 if direction == "max" else -1
         kinds = ("ema", followed, "eval/loss"), ("raw", raw, "eval/raw_loss")

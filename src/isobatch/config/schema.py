@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from isobatch import better
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 from isobatch.marks import option
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from isobatch.ema.options import EmaOptions
     from isobatch.logger.options import LoggerOptions
     from isobatch.loss.losses import Loss
+    from isobatch.metrics import NoMetrics
     from isobatch.model.architectures import Model
     from isobatch.optimizer import OptimizerOptions
     from isobatch.parallel.base import Single
@@ -59,17 +61,22 @@ class SweepOptions:
             with the reason, and does not make the sweep fail.
         dry_run: list the jobs with their plans and costs, and run none.
         parallel_jobs: how many at a time on this machine, each with its own GPUs and cores; on SLURM, of the array.
+        objective: the metric of the last evaluation that a search optimizes; null = eval/accuracy, without one eval/loss.
+        mode: `max` or `min` of it is better; `auto` for the metrics that are known.
     """
 
     tolerance: float | None = None
     skip_unavailable: bool = False
     dry_run: bool = False
     parallel_jobs: int = 1
+    objective: str | None = None
+    mode: str = "auto"
 
     def __post_init__(self) -> None:
         if self.tolerance is not None:
             within("sweep.tolerance", self.tolerance, 0, 1e6)
         positive("sweep.parallel_jobs", self.parallel_jobs)
+        better.check("sweep", self.objective or "auto", self.mode)
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,7 @@ class Config(Settings):
     ema: EmaOptions
     clip: ClipOptions
     stop: StopOptions
+    metrics: NoMetrics
     checkpoint: NoCheckpoint
     logger: LoggerOptions
     writer: WriterOptions

@@ -23,7 +23,7 @@ class DataInfo:
     """What the rest needs to know of a dataset.
 
     Args:
-        shape: of one input, without the batch: (C, H, W) for images, (features,) for vectors.
+        shape: of one input, without the batch: (C, H, W) for images, (features,) for vectors; of several inputs the first.
         num_classes: 0 = targets are numbers, not classes.
         mean, std: per channel, of inputs in 0 .. 1; applied on the device when inputs arrive as uint8. () = inputs are taken
             as the data set gives them.
@@ -65,11 +65,13 @@ class Split:
         targets: gives all class labels (N,) int64, for samplers that weigh by class.
         info: mean and std for uint8 inputs.
         light: a sample costs so little that a worker process would only slow it down.
+        collate: a list of (input, target) -> (inputs, targets) of a batch; None: leaf by leaf, one dimension more.
     """
 
     def __init__(self, dataset: Any, tensors: tuple[Tensor, Tensor] | None = None,
-                 targets: Callable[[], Tensor] | None = None, info: DataInfo | None = None, light: bool = False):  # fmt: skip
-        self.dataset, self.tensors, self.info = dataset, tensors, info
+                 targets: Callable[[], Tensor] | None = None, info: DataInfo | None = None, light: bool = False,
+                 collate: Callable[[list[Any]], Any] | None = None):  # fmt: skip
+        self.dataset, self.tensors, self.info, self.collate = dataset, tensors, info, collate
         self.light = light or tensors is not None
         self.targets = targets if targets is not None else self._scan_targets
 

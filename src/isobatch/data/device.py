@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isobatch.data.samples import HostBatch
+from isobatch.runtime.trees import Tree, mapped, tensors
 
 if TYPE_CHECKING:
     from isobatch.data.base import DataInfo
@@ -55,11 +56,19 @@ class ToDevice:
             return inputs.contiguous(memory_format=self.format)
         return inputs.to(torch.float32, memory_format=self.format).sub_(self.mean).mul_(self.scale)
 
-    def __call__(self, batch: HostBatch) -> tuple[Tensor, Tensor]:
-        inputs = batch.inputs.to(self.device, non_blocking=True)
-        return self.normalized(inputs), batch.targets.to(self.device, non_blocking=True)
+    def __call__(self, batch: HostBatch) -> tuple[Tree, Tree]:
+        return mapped(self._input, batch.inputs), mapped(self._moved, batch.targets)
 
-    def stream(self, batches: Iterator[HostBatch]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        moved = self._moved(tensor)
+        # of several inputs, those of other channels than the images' are none
+        other = tensor.dtype == torch.uint8 and tensor.ndim == 4 and self.mean.shape[1] not in (1, tensor.shape[1])
+        return moved if other else self.normalized(moved)
+
+    def stream(self, batches: Iterator[HostBatch]) -> Iterator[tuple[Tree, Tree]]:
         """Each batch on the device. On CUDA the copy of the next one runs beside the computation, on a stream of its own."""
         if self.device.type != "cuda":
             yield from map(self, batches)
@@ -74,9 +83,9 @@ class ToDevice:
         if ready is not None:
             yield self._handed_over(*ready)
 
-    def _handed_over(self, inputs: Tensor, targets: Tensor, done: torch.cuda.Event) -> tuple[Tensor, Tensor]:
+    def _handed_over(self, inputs: Tree, targets: Tree, done: torch.cuda.Event) -> tuple[Tree, Tree]:
         current = torch.cuda.current_stream(self.device)
         current.wait_event(done)
-        for tensor in (inputs, targets):
+        for tensor in tensors((inputs, targets)):
             tensor.record_stream(current)  # else the allocator may hand its memory to the side stream too early
         return inputs, targets

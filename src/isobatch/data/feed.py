@@ -20,6 +20,7 @@ from isobatch.data.samples import Request, Samples, ignored_by
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import isolated_generators
+from isobatch.runtime.trees import Tree, first, mapped
 from isobatch.shards.layout import Lanes, Layout
 
 
@@ -29,15 +30,15 @@ class MicroBatch:
 
     Args:
         shards: the shards it holds, device after device; lanes: how they lie in it.
-        inputs: (N, ...), targets: (N, ...), on the device, N the samples of `lanes`.
+        inputs, targets: trees of tensors (N, ...) on the device, N the samples of `lanes`.
         weight: of its loss in the window: the sum over all micro batches of all replicas is 1.
         is_first, is_last: within this process's part of the window.
     """
 
     shards: tuple[int, ...]
     lanes: Lanes
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tree
+    targets: Tree
     weight: float
     is_first: bool
     is_last: bool
@@ -117,7 +118,7 @@ def make_source(split: Split, device: torch.device, config: Any, channels_last: 
 
 
 def example(split: Split, seed: int, device: torch.device, channels_last: bool,
-            prepare: Callable[..., tuple[Tensor, Tensor]] | None) -> Tensor:  # fmt: skip
+            prepare: Callable[..., tuple[Tensor, Tensor]] | None) -> Tree:  # fmt: skip
     """(2, ...): the first sample twice, as a training forward gets it. No generator notices."""
     with isolated_generators():
         source = WorkerSource(Samples(split, seed), ToDevice(device, split.info, channels_last))
@@ -250,6 +251,6 @@ class Kept:
             else:
                 inputs, targets = self.feed.next(self.batches)
                 self.again.append(self.kept.popleft())
-            if inputs.device.type == "cpu" and self.feed.prepare is not None:
-                inputs = inputs.clone()  # what was read itself, which mixing would change
+            if self.feed.prepare is not None and first(inputs).device.type == "cpu":
+                inputs = mapped(Tensor.clone, inputs)  # what was read itself, which mixing would change
             yield self.feed.micro_batch(self.window, steps, k, inputs, targets)

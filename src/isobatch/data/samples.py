@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from isobatch.runtime.randomness import isolated_generators, seed_sample
+from isobatch.runtime.trees import PerSample
 
 if TYPE_CHECKING:
     from isobatch.data.base import Split
@@ -38,10 +39,10 @@ class Request(NamedTuple):
 
 
 class HostBatch(NamedTuple):
-    """(inputs, targets) in main memory, and what could not be read."""
+    """(inputs, targets) in main memory, each a tensor or a tree of them, and what could not be read."""
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Any
+    targets: Any
     replaced: list[str]
 
 
@@ -80,6 +81,10 @@ class Samples:
                 targets.append(one_target)
             index = -1
             channels = self.split.info.in_chans if self.split.info and len(self.split.info.shape) == 3 else None
+            collate = getattr(self.split, "collate", None)
+            if collate is not None:
+                what = "batch"
+                return self._labelled(*both(collate(list(zip(inputs, targets, strict=True)))), indices, replaced)
             what = "inputs"
             together = stacked(inputs, channels)
             what, inputs = "targets", targets
@@ -93,11 +98,11 @@ class Samples:
             line = f"data: {self.split.describe(index % len(self))} could not be read: {type(error).__name__}: {told(error)}"
             return Failure(line, traceback.format_exc())
 
-    def _labelled(self, inputs: Tensor, labels: Tensor, indices: Sequence[int], replaced: list[str]) -> HostBatch | Failure:
+    def _labelled(self, inputs: Any, labels: Any, indices: Sequence[int], replaced: list[str]) -> HostBatch | Failure:
         """The batch, unless one of its labels is none of the classes: on a device nobody could say whose it was."""
         ignored = self.ignored or ()
         classes = self.split.info.num_classes if self.split.info and self.ignored is not None else 0
-        if classes and labels.ndim == 1 and labels.dtype == torch.int64 and len(labels):
+        if classes and isinstance(labels, Tensor) and labels.ndim == 1 and labels.dtype == torch.int64 and len(labels):
             low, high = map(int, labels.aminmax())
             wrong = -1 if low >= 0 and high < classes else next(
                 (k for k, n in enumerate(labels.tolist()) if not 0 <= n < classes and n not in ignored), -1)  # fmt: skip
@@ -109,6 +114,9 @@ class Samples:
 
     def _unlike(self, what: str, values: Sequence[Any], indices: Sequence[int], error: BaseException) -> str:
         """The line for a batch that cannot be put together: the first sample that differs from the batch's first one."""
+        if what == "batch":
+            some = " and ".join(dict.fromkeys(self.split.describe(indices[k] % len(self)) for k in (0, -1)))
+            return f"data: data.collate makes no batch of {some} ({type(error).__name__}: {told(error)})"
         forms = [form(value) for value in values]
         odd = next((k for k, other in enumerate(forms) if other != forms[0]), 0)
         one = f"data: the {what[:-1]} of {self.split.describe(indices[odd] % len(self))} is {forms[odd]}"
@@ -167,12 +175,35 @@ def told(error: BaseException) -> str:
     return OBJECT.sub("", " ".join(str(error).split()))
 
 
-def stacked(values: list[Any], channels: int | None = None) -> Tensor:
-    """One tensor from the inputs or targets of a batch: tensors, arrays, numbers or PIL images (as uint8 C, H, W).
+def both(batch: Any) -> tuple[Any, Any]:
+    """What a user's collate gives, which is (inputs, targets).
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(f"a collate has to return (inputs, targets), this one returned {type(batch).__name__}")
+    return batch[0], batch[1]
+
+
+def stacked(values: list[Any], channels: int | None = None) -> Any:
+    """The inputs or targets of a batch, each with one dimension more: tensors, arrays, numbers or PIL images (as uint8
+    C, H, W); tuples, lists and dicts of these member by member; text as a list.
 
     Images whose rows hold interleaved channels stay so (channels_last), which saves a transpose per image.
     """
     first = values[0]
+    if isinstance(first, dict):
+        if any(value.keys() != first.keys() for value in values):
+            raise ValueError(f"the samples of a batch have different keys, {list(first)} among them")
+        return {key: stacked([value[key] for value in values], channels) for key in first}
+    if isinstance(first, tuple | list) and not all(isinstance(member, bool | int | float) for member in first):
+        if any(len(value) != len(first) for value in values):
+            raise ValueError("the samples of a batch are lists of different lengths: name a data.collate for them")
+        members = [stacked(list(column), channels) for column in zip(*values, strict=True)]
+        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+    if isinstance(first, str | bytes) or first is None:
+        return PerSample(values)
     if isinstance(first, bool | int):
         return torch.tensor(values, dtype=torch.int64)
     if isinstance(first, float):
@@ -185,6 +216,10 @@ def stacked(values: list[Any], channels: int | None = None) -> Tensor:
         else:
             values = [torch.as_tensor(value) for value in values]
         first = values[0]
+    if any(value.shape != first.shape for value in values):
+        shapes = sorted({tuple(value.shape) for value in values})[:3]
+        raise ValueError(f"the samples of a batch have different shapes, {', '.join(map(str, shapes))}: bring them to one, or "
+                         "name a data.collate for them")  # fmt: skip
     if first.ndim == 3 and not first.is_contiguous() and first.permute(1, 2, 0).is_contiguous():
         return torch.stack([value.permute(1, 2, 0) for value in values]).permute(0, 3, 1, 2)
     return torch.stack(values)

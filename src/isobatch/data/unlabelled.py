@@ -21,10 +21,14 @@ KEY = "predict.path"
 
 
 class Inputs:
-    """`dataset` without its labels: [i] -> (input, 0). A pair is input and label; anything else is an input alone."""
+    """`dataset` without its labels: [i] -> (input, 0). A pair is input and label; anything else is an input alone.
 
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
+    Args:
+        keeps: labels stay where there are some, for a collate of the user's own.
+    """
+
+    def __init__(self, dataset: Any, keeps: bool = False):
+        self.dataset, self.keeps = dataset, keeps
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -34,16 +38,17 @@ class Inputs:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
         sample = self.dataset[index]
-        return (sample[0] if isinstance(sample, tuple | list) and len(sample) == 2 else sample), 0
+        value, label = sample if isinstance(sample, tuple | list) and len(sample) == 2 else (sample, 0)
+        return value, label if self.keeps else 0
 
 
 def without_labels(split: Split) -> Split:
     """A split of any data set, for its inputs alone."""
     if split.tensors is not None:
         return split
-    return Split(Inputs(split.dataset), info=split.info, light=split.light)
+    return Split(Inputs(split.dataset, split.collate is not None), info=split.info, light=split.light, collate=split.collate)
 
 
 def check(path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,14 @@ from isobatch.data.feed import Source
 from isobatch.data.samples import Request
 from isobatch.evaluate.answers import Answers
 from isobatch.given import taken_apart
+from isobatch.metrics.auto import TOP, Classes
+from isobatch.metrics.base import Metric, kind
 from isobatch.precision.masters import to_fp32
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.trees import call, mapped
 
-TOP = 5  # answers that eval/accuracy_top5 looks at
+OWN = 3  # columns of the sums that are not a metric's
 
 
 @dataclass
@@ -34,6 +38,8 @@ class Evaluator:
             strategy whose forwards are collectives takes part in them.
         seed: called with the step and the number of a batch before its forward, for models that draw in evaluation too.
         answers: gets what the model says of every sample (task=evaluate), for data with classes; None: nobody asks.
+        example: output and targets of a sample, by which its kind is told.
+        metrics: None = those of one label per sample, where there are classes.
         lanes: devices of this process, `device` first (none: that alone); the model is copied to the others each time.
     """
 
@@ -51,6 +57,17 @@ class Evaluator:
     answers: Answers | None = None
     seed: Callable[[int, int], None] = lambda step, batch: None
     lanes: Sequence[torch.device] = ()
+    metrics: list[Metric] = None  # type: ignore[assignment]
+    example: tuple[Any, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.metrics is None:
+            self.metrics = [Classes(self.num_classes)] if self.num_classes else []
+
+    @property
+    def one_label(self) -> bool:
+        """Whether the evaluation's forward gave class scores for one label of each sample, as far as anybody has looked."""
+        return self.example is None or kind(*self.example, self.num_classes) == "classes"
 
     def batches(self) -> int:
         return -(-len(self.split) // self.batch_size)
@@ -62,13 +79,16 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, step: int = 0) -> dict[str, float]:
-        """`eval/loss`, `eval/samples`, and for classes `eval/accuracy` and, of more than five, `eval/accuracy_top5` (0 .. 1).
+        """`eval/loss`, `eval/samples`, and what the metrics say as `eval/<name>`: for classes `eval/accuracy` and, of more than
+        five, `eval/accuracy_top5` (0 .. 1).
 
         The model is the unwrapped one, so no rank waits for another before the one reduction at the end; its training
         mode is put back module by module.
         """
         modes = [(m, m.training) for m in model.modules()]
         model.eval()
+        for metric in self.metrics:
+            metric.begin()
         try:
             slots = self._slots(model, step)
         finally:
@@ -76,18 +96,19 @@ class Evaluator:
                 module.training = training
         total = self.ranks.all_reduce(slots).cpu().double().sum(0).tolist()
         samples = int(total[1])
-        units = total[4] if self.averages else -(-samples // (self.unit or self.batch_size))
-        result = {"eval/loss": total[0] / units if units else 0.0,
-                  "eval/samples": samples}  # fmt: skip
-        if self.num_classes:
-            result["eval/accuracy"] = total[2] / samples
-            if self.num_classes > TOP:  # else every answer is among them
-                result["eval/accuracy_top5"] = total[3] / samples
+        units = total[2] if self.averages else -(-samples // (self.unit or self.batch_size))
+        result = {"eval/loss": total[0] / units if units else 0.0, "eval/samples": samples}
+        start = OWN
+        for metric in self.metrics:
+            found = metric.values(total[start : start + metric.columns], self.ranks)
+            result |= {f"eval/{name}": value for name, value in found.items()}
+            start += metric.columns
         return result
 
     @torch.no_grad()
-    def first(self, model: nn.Module, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(inputs, class probabilities, targets) of the first `count` samples, on the CPU; all ranks alike."""
+    def first(self, model: nn.Module, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(inputs, class probabilities, targets) of the first `count` samples, on the CPU; all ranks alike. None where a
+        sample is not one tensor with one label."""
         modes = [(m, m.training) for m in model.modules()]
         model.eval()
         try:
@@ -95,42 +116,49 @@ class Evaluator:
             inputs, targets = next(iter(self.source.batches(iter([request]))))
             self.seed(0, 0)
             with self.precision.evaluation(self.device):
-                output = to_fp32(model(inputs))
+                output = to_fp32(call(model, inputs))
             self.after(model, 0)
         finally:
             for module, training in modes:
                 module.training = training
+        if not isinstance(inputs, Tensor) or kind(output, targets, self.num_classes) != "classes":
+            return None
         return inputs.float().cpu(), output.softmax(1).cpu(), targets.cpu()
 
     def _slots(self, model: nn.Module, step: int) -> Tensor:
-        """(batches, 5) in the widest type: summed loss, samples, correct, correct within the first TOP, what the loss is summed
-        over: samples, or the elements that it counts."""
+        """(batches, OWN + the metrics' columns) in the widest type: summed loss, samples, what the loss is summed over
+        (samples, or the elements that it counts), then what the metrics sum up."""
         lanes, dtype = list(self.lanes) if len(self.lanes) > 1 else [self.device], accelerator.widest(self.device)
-        slots = [torch.zeros(self.batches(), 5, dtype=dtype, device=device) for device in lanes]
+        columns = OWN + sum(metric.columns for metric in self.metrics)
+        slots = [torch.zeros(self.batches(), columns, dtype=dtype, device=device) for device in lanes]
         models = nn.parallel.replicate(model, lanes, detach=True) if len(lanes) > 1 else [model]
         mine = range(self.ranks.rank, self.batches(), self.ranks.world_size)
         for k, (i, (inputs, targets)) in enumerate(zip(mine, self.source.batches(self.requests()), strict=True)):
             lane = k % len(lanes)  # nothing waits for a device, so the next one starts beside it
             if lane:
-                inputs, targets = (t.to(lanes[lane], non_blocking=True) for t in (inputs, targets))
+                inputs, targets = mapped(partial(_to, lanes[lane]), (inputs, targets))
             self.seed(step, i)
             with self.precision.evaluation(self.device):
-                output = to_fp32(models[lane](inputs))
+                output = to_fp32(call(models[lane], inputs))
             self._count(i, slots[lane][i], output, targets)
         self.after(model, -(-self.batches() // self.ranks.world_size) - len(mine))
         return sum((part.to(self.device, non_blocking=True) for part in slots[1:]), slots[0])  # each filled in one of them
 
-    def _count(self, i: int, slot: Tensor, output: Tensor, targets: Tensor) -> None:
-        """Fill the slot (5,) of batch i."""
-        (loss, count, _), n = taken_apart(self.criterion(output, targets)), len(targets)
-        loss = loss.to(slot.dtype)
+    def _count(self, i: int, slot: Tensor, output: Any, targets: Any) -> None:
+        """Fill the slot of batch i."""
+        loss, count, _ = taken_apart(self.criterion(output, targets))
+        n, loss = min(self.batch_size, len(self.split) - i * self.batch_size), loss.to(slot.dtype)
         slot[0] = loss * n if self.averages and count is None else loss
         slot[1] = n
-        slot[4] = n if count is None else count
-        if self.num_classes:
-            top = output.topk(min(TOP, output.shape[1]), dim=1).indices
-            best = top == targets.unsqueeze(1)
-            slot[2] = best[:, 0].sum()
-            slot[3] = best.sum()
-            if self.answers is not None:
-                self.answers.take(i * self.batch_size, output, top[:, 0], targets)
+        slot[2] = n if count is None else count
+        start = OWN
+        for metric in self.metrics:
+            metric.fill(slot[start : start + metric.columns], i, output, targets)
+            start += metric.columns
+        if self.answers is not None:
+            top = output.topk(min(TOP, output.shape[1]), dim=1).indices  # as the accuracy is counted, equal scores too
+            self.answers.take(i * self.batch_size, output, top[:, 0], targets)
+
+
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device, non_blocking=True)

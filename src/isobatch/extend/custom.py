@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+COLLATES: dict[str, Callable[..., Any]] = {}  # isobatch.register("collate", name, f)
 
 
 def called(group: str, options: Any, *args: Any) -> Any:
@@ -113,6 +114,8 @@ class CustomData(Reading):
     Args:
         num_classes: null = what the dataset says, else the highest of its `targets` + 1, else 0 (no classes).
         mean, std: per channel, of pixels in 0 .. 1; null = uint8 images are only scaled to 0 .. 1.
+        collate: registered as isobatch.register("collate", name, f): a list of (input, target) -> (inputs, targets) of a
+            batch, for samples of no common size; null = leaf by leaf, one dimension more.
         in_chans: what PIL images of any mode become: 3 (RGB) or 1 (grey); null = what the first one is.
     """
 
@@ -121,6 +124,7 @@ class CustomData(Reading):
     mean: list[float] | None = None
     std: list[float] | None = None
     in_chans: int | None = None
+    collate: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     factory: ClassVar[Callable[..., Any]]
     kind = "images"
@@ -131,6 +135,9 @@ class CustomData(Reading):
         super().__post_init__()
         within("data.num_classes", self.num_classes or 0, 0, LARGEST)
         choice("data.in_chans", self.in_chans, (None, 1, 3))
+        if self.collate is not None and self.collate not in COLLATES:
+            raise ConfigError("data.collate", self.collate, "is not registered", "type imports=[module] where it is, "
+                              f"or choose one of {', '.join(COLLATES) or 'none'}")  # fmt: skip
         check_normalization("mean", self.mean)
         check_normalization("std", self.std)
 
@@ -155,8 +162,9 @@ class CustomData(Reading):
         info = self._info(train)
         if isinstance(train, Augmented):
             train.channels = info.in_chans
-        return Splits(Split(train, targets=labels_of(train), info=info),
-                      Split(evaluation, targets=labels_of(evaluation), info=info), info)  # fmt: skip
+        collate = None if self.collate is None else COLLATES[self.collate]
+        return Splits(Split(train, targets=labels_of(train), info=info, collate=collate),
+                      Split(evaluation, targets=labels_of(evaluation), info=info, collate=collate), info)  # fmt: skip
 
     def unlabelled(self, seed: int) -> Split:
         """The samples of `f("predict", **kwargs)`, for task=predict: inputs alone, or pairs whose labels nobody looks at."""
@@ -171,11 +179,13 @@ class CustomData(Reading):
 
     def _info(self, dataset: Any) -> DataInfo:
         import torch
+        from torch.utils._pytree import tree_leaves
 
         from isobatch.data.samples import Failure, Samples
 
         wanted = DataInfo("", (self.in_chans, 1, 1)) if self.in_chans else None
-        first = Samples(Split(dataset, info=wanted), 0).isolated((0, [0]))
+        collate = None if self.collate is None else COLLATES[self.collate]
+        first = Samples(Split(dataset, info=wanted, collate=collate), 0).isolated((0, [0]))
         if isinstance(first, Failure):
             raise ConfigError("data.name", self.name, first.line, "repair the dataset")
         classes = tuple(str(c) for c in getattr(dataset, "classes", ()))
@@ -184,16 +194,20 @@ class CustomData(Reading):
             count = getattr(dataset, "num_classes", None) or len(classes)
         if not count and hasattr(dataset, "targets") and not torch.is_floating_point(torch.as_tensor(dataset.targets)):
             count = int(torch.as_tensor(dataset.targets).max()) + 1
-        shape = tuple(first.inputs.shape[1:])
+        one = next((leaf for leaf in tree_leaves(first.inputs) if isinstance(leaf, torch.Tensor)), None)
+        if one is None:
+            raise ConfigError("data.name", self.name, f"its inputs hold no tensor, but a {type(first.inputs).__name__}",
+                              "return tensors, arrays, numbers or images")  # fmt: skip
+        shape = tuple(one.shape[1:])
         if not shape:
             raise ConfigError("data.name", self.name, "its inputs are single numbers", "give them one dimension, (1,)")
         for key in ("mean", "std"):
             value = getattr(self, key)
             if value and len(value) not in (1, shape[0]):
                 raise ConfigError(f"data.{key}", value, f"is not one number per channel ({shape[0]})", f"set data.{key}=null")
-        pixels = first.inputs.dtype == torch.uint8 and len(shape) == 3
+        pixels = one.dtype == torch.uint8 and len(shape) == 3
         if not pixels and (self.mean or self.std):
-            raise ConfigError("data.mean", self.mean, f"its inputs are {first.inputs.dtype}, and only uint8 images are "
+            raise ConfigError("data.mean", self.mean, f"its inputs are {one.dtype}, and only uint8 images are "
                               "normalised here", "set data.mean=null data.std=null, or return uint8 images")  # fmt: skip
         mean, std = (tuple(value or [default]) for value, default in ((self.mean, 0.0), (self.std, 1.0)))
         mean, std = ((v * shape[0] if len(v) == 1 else v) if pixels else () for v in (mean, std))

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 T = TypeVar("T", bound=Callable[..., Any])
 
 GROUPS = ("parallel", "precision", "sampler", "accumulation", "reduction", "data", "augment", "model", "loss", "optimizer",
-          "scheduler", "ema", "clip", "stop", "checkpoint", "logger", "writer")  # fmt: skip
+          "scheduler", "ema", "clip", "stop", "metrics", "checkpoint", "logger", "writer")  # fmt: skip
+PARTS = {"collate": ("isobatch.extend.custom", "COLLATES"), "metric": ("isobatch.metrics", "OWN")}  # no groups: module, table
 _OURS: dict[str, dict[str, Any]] = {}  # the tables as this package filled them
 
 
@@ -28,6 +29,9 @@ def register(group: str, name: str, obj: T | None = None) -> Any:
             data: `f(split, **kwargs)`, split "train" or "eval" -> a dataset: len(), [i] -> (input, target)
             loss: `f(**kwargs)` -> a criterion: (output, target) -> mean over the samples, or isobatch.Sum(total, count) over
                 elements, or a mapping of `loss` and named numbers, which are logged as train/<name>
+            collate: `f(samples)`, a list of (input, target) -> (inputs, targets) of a batch (data.collate)
+            metric: `f(outputs, targets, **kwargs)` -> number, or name -> number, of all samples in their order; or a class like
+                torchmetrics' (metrics.names)
             sampler: `f(epoch, n, seed, **kwargs)` -> order of the epoch, a list or tensor of indices below n
             writer: `f(folder, about, **kwargs)` -> an object with write(answered) and close() (isobatch/writer.py)
 
@@ -39,8 +43,15 @@ def register(group: str, name: str, obj: T | None = None) -> Any:
     """
     if obj is None:
         return lambda found: register(group, name, found)
+    if group in PARTS:
+        place, name_of_table = PARTS[group]
+        known: dict[str, Any] = getattr(importlib.import_module(place), name_of_table)
+        if not callable(obj):
+            raise TypeError(f"{group}={name}: {obj!r} is not callable")
+        known[name] = obj
+        return obj
     if group not in GROUPS:
-        raise KeyError(f"no group {group!r}; there are {', '.join(GROUPS)}")
+        raise KeyError(f"no group {group!r}; there are {', '.join((*GROUPS, *PARTS))}")
     table: dict[str, Any] = importlib.import_module(f"isobatch.{group}").TABLE
     ours = _OURS.setdefault(group, dict(table))
     if name in ours:

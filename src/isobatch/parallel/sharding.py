@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from isobatch.errors import ConfigError
 from isobatch.parallel.blocks import choose_blocks
 from isobatch.parallel.completion import Usage
 from isobatch.parallel.unused import tensors_in, trainable, unnoticed, without_gradient
+from isobatch.runtime.trees import Tree, call
 from isobatch.train.batch_norm import tracking_layers
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def fully_sharded(model: nn.Module, average: nn.Module | None, options: Options, size: int, dtype: torch.dtype | None,
-                  ranks: Ranks, device: torch.device, example: Tensor) -> None:  # fmt: skip
+                  ranks: Ranks, device: torch.device, example: Tree) -> None:  # fmt: skip
     """Cut `model` and `average` into `size` parts, in place, and leave a `Shards` on each as `shards`. A collective.
 
     Args:
@@ -130,7 +131,7 @@ class Unused(NamedTuple):
 class Shards:
     """One sharded model in the life of a window. `unused`: None for a model that does not train."""
 
-    def __init__(self, model: nn.Module, example: Tensor, options: Options, ranks: Ranks, unused: Unused | None):
+    def __init__(self, model: nn.Module, example: Tree, options: Options, ranks: Ranks, unused: Unused | None):
         from torch.distributed.fsdp import FSDPModule
 
         self.model, self.example, self.options, self.ranks = model, example, options, ranks
@@ -191,7 +192,7 @@ class Shards:
         """Forward and backward that add nothing."""
         self.attending = True
         with unnoticed(self.model, self.example):
-            outputs = [t for t in tensors_in(self.model(self.example)) if t.requires_grad]
+            outputs = [t for t in tensors_in(call(self.model, self.example)) if t.requires_grad]
             torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])
         self.attending = False
 
@@ -200,7 +201,7 @@ class Shards:
         self.attending = True
         for _ in range(behind):
             with unnoticed(self.model, self.example), torch.no_grad():
-                self.model(self.example)
+                call(self.model, self.example)
         self.attending = False
         for unit in self.units:
             unit.reshard()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.runtime.accelerator import kept_generators
+from isobatch.runtime.trees import Tree, call, first, mapped
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -25,7 +26,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def without_gradient(model: nn.Module, inputs: Tensor) -> list[bool]:
+def without_gradient(model: nn.Module, inputs: Tree) -> list[bool]:
     """For each trainable parameter of `model`, whether a backward from its output on `inputs` would miss it.
 
     One forward on at most two samples, without a trace: generators, buffers and gradients stay as they were. No
@@ -36,18 +37,18 @@ def without_gradient(model: nn.Module, inputs: Tensor) -> list[bool]:
     """
     parameters = trainable(model)
     with unnoticed(model, inputs):
-        output = model(inputs[:2])
+        output = call(model, mapped(lambda t: t[:2], inputs))
     found, opaque = _reached(output)
     return [not opaque and id(p) not in found for p in parameters]
 
 
 @contextmanager
-def unnoticed(model: nn.Module, inputs: Tensor) -> Iterator[None]:
+def unnoticed(model: nn.Module, inputs: Tree) -> Iterator[None]:
     """Leave generators and buffers as they were, whatever is run inside (with gradients, on the device of `inputs`)."""
     buffers = list(model.buffers())
     before = [b.detach().clone() for b in buffers]
     # uncompiled: two samples would leave a graph for another batch size behind
-    with kept_generators([inputs.device]), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+    with kept_generators([first(inputs).device]), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         yield
     with torch.no_grad():
         for buffer, value in zip(buffers, before, strict=True):

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.parallel.completion import Completion, zero
 from isobatch.parallel.unused import trainable
+from isobatch.runtime.trees import PerSample
 from isobatch.shards.apart import entered
 from isobatch.train.batch_norm import learning_layers
 
@@ -34,8 +36,9 @@ class Participant(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Tensor | None) -> Any:
-        return zero(trainable(self.model)) if inputs is None else self.model(inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        idle = len(inputs) == 1 and inputs[0] is None
+        return zero(trainable(self.model)) if idle else self.model(*inputs, **named)
 
 
 class WatchedDDP(nn.parallel.DistributedDataParallel):
@@ -157,10 +160,10 @@ class ShardedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
         super().__init__(model, device_ids=devices, output_device=devices[0])
         self.layers = learning_layers(model)
 
-    def forward(self, inputs: Tensor) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         if len(self.lanes.layouts) == 1:
-            return self.module(inputs)
-        output = super().forward(inputs)
+            return self.module(*inputs, **named)
+        output = super().forward(*inputs, **named)
         self._average_statistics()
         return output
 
@@ -191,10 +194,15 @@ class ShardedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
         return super().parallel_apply([under_autocast(replica) for replica in replicas], inputs, kwargs)
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        (batch,) = inputs
-        chunks = zip(self.lanes.chunks(batch), self.device_ids, strict=False)
-        moved = tuple((chunk.to(device, non_blocking=True),) for chunk, device in chunks)
-        return moved, tuple({} for _ in moved)
+        leaves, form = tree_flatten((inputs, kwargs))
+        count = len(self.lanes.layouts)
+        places = self.lanes.chunks(torch.arange(self.lanes.samples))
+        cut = [self.lanes.chunks(leaf) if isinstance(leaf, Tensor) else [leaf.at(part) for part in places] if isinstance(
+            leaf, PerSample) else [leaf] * count for leaf in leaves]  # fmt: skip
+        moved = [[part.to(device, non_blocking=True) if isinstance(part, Tensor) else part for part in parts]
+                 for parts, device in zip(zip(*cut, strict=True), self.device_ids, strict=False)]  # fmt: skip
+        each = [tree_unflatten(parts, form) for parts in moved]
+        return tuple(args for args, _ in each), tuple(named for _, named in each)
 
     @staticmethod
     def _buffers_of(layers: Any) -> list[Tensor]:

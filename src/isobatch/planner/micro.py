@@ -17,6 +17,7 @@ from isobatch.planner.hooks import without_global_hooks
 from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.trees import tensors
 from isobatch.train.batch_norm import tracking_layers
 
 SHARE = 0.8  # of the main memory that is free: the rest is for data workers, messages and other programs
@@ -136,7 +137,7 @@ class Search:
         samples, reduction = batch.micro, self.config.reduction
         if "bin64" in reduction.describe(batch.num_shards):
             samples = batch.micro * batch.accumulation_steps
-        ahead = samples * sum(t.nbytes for t in trial.one)
+        ahead = samples * sum(t.nbytes for t in tensors(trial.one))
         module = torch.get_device_module(self.device)
         total = module.mem_get_info(self.device)[1] if hasattr(module, "mem_get_info") else 0
         return sum(t.nbytes for t in data) + ahead + int(MARGIN * total) + (COLLECTIVES if self.ranks.world_size > 1 else 0)

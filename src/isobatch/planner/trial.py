@@ -28,6 +28,7 @@ from isobatch.precision.masters import to_fp32
 from isobatch.resume import saved_model
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.randomness import isolated_generators
+from isobatch.runtime.trees import Tree, call, mapped, repeated, tensors
 from isobatch.shards.layout import Lanes
 from isobatch.train import batch_norm
 
@@ -84,11 +85,11 @@ class Trial:
             self.splits, self.to_device = splits, ToDevice(device, splits.train.info, channels_last)
             self.one = self._read([0])
 
-    def _read(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+    def _read(self, indices: list[int]) -> tuple[Tree, Tree]:
         source = WorkerSource(Samples(self.splits.train, self.config.seed), self.to_device)
         return next(source.batches(iter([Request(0, torch.tensor(indices))])))
 
-    def samples(self, count: int) -> Tensor:
+    def samples(self, count: int) -> Tree:
         """Inputs (n, ...) of the first `count` samples, fewer where there are fewer."""
         with self._unnoticed():
             return self._read(list(range(min(count, len(self.splits.train)))))[0]
@@ -118,7 +119,7 @@ class Trial:
         try:
             with self._unnoticed():
                 inputs, targets = self._batch(samples)
-                return saved_tensors(self.working.module, (inputs, targets), lambda: self._loss(inputs, targets))
+                return saved_tensors(self.working.module, tensors((inputs, targets)), lambda: self._loss(inputs, targets))
         finally:
             self._clear()
 
@@ -148,16 +149,19 @@ class Trial:
     def _step(self, samples: int) -> None:
         self._loss(*self._batch(samples)).backward()
 
-    def _batch(self, samples: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, samples: int) -> tuple[Tree, Tree]:
         """The first sample, so many times: memory depends on shapes alone."""
-        inputs, targets = (t.repeat(samples, *[1] * (t.ndim - 1)) for t in self.one)
-        if inputs.ndim == 4 and hardware.wants_channels_last(self.config, self.device):
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        if self.splits.train.collate is not None:  # which knows alone what a row is
+            inputs, targets = self._read([0] * samples)
+        else:
+            inputs, targets = (repeated(part, samples) for part in self.one)
+        if hardware.wants_channels_last(self.config, self.device):
+            inputs = mapped(lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t, inputs)
         return self.prepare(inputs, targets, 0, (0,), Lanes.alone((samples,))) if self.prepare else (inputs, targets)
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, inputs: Tree, targets: Tree) -> Tensor:
         with self.config.precision.autocast(self.device):
-            output = self.working.module(inputs)
+            output = call(self.working.module, inputs)
         loss: Tensor = self.scaler.scale(mean_of(self.criterion(to_fp32(output), targets)))
         return loss
 

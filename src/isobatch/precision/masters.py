@@ -118,17 +118,18 @@ def cast(model: nn.Module, dtype: torch.dtype, keep: list[nn.Module]) -> None:
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let `model` cast its inputs to `dtype` and return fp32, whoever calls it (a wrapper, the evaluation)."""
 
-    def inputs_to(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def inputs_to(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # an average of the weights that is kept in fp32 carries these hooks too, and wants its inputs in fp32;
         # a replica that DataParallel makes has no parameters of its own and is half
         replica = next(module.parameters(), None) is None
         half = replica or any(p.dtype == dtype for p in module.parameters())
-        return convert(args, dtype if half else torch.float32)  # type: ignore[no-any-return]
+        wanted = dtype if half else torch.float32
+        return convert(args, wanted), convert(named, wanted)
 
     def outputs_to_fp32(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return to_fp32(output)
 
-    model.register_forward_pre_hook(inputs_to)
+    model.register_forward_pre_hook(inputs_to, with_kwargs=True)
     model.register_forward_hook(outputs_to_fp32)
 
 

@@ -19,8 +19,9 @@ DIED = "died without a summary (or is still running)"
 NOT_BEGUN = "not begun"
 _OURS = {"parallel", "accumulation", "reduction", "batch", "task"}  # settings that every config of ours has
 _NOT_RUNS = {layout.CHECKPOINTS, "wandb", "report"}  # inside these no run can be
-_UP = ("accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "samples_per_s")
-_DOWN = ("loss", "error", "perplexity", "nll", "mse", "mae")
+_UP = ("accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "map", "iou", "r2",
+       "samples_per_s")  # fmt: skip
+_DOWN = ("loss", "error", "perplexity", "nll", "mse", "mae", "rmse")
 
 
 class ReportError(ValueError):

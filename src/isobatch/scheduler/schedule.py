@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from isobatch.amounts import in_updates
@@ -43,10 +43,10 @@ class Schedule:
         factor = self.factor(update - update % self.hold)
         return factor if self.follow is None else factor * self.follow.factor  # type: ignore[no-any-return]
 
-    def check(self, num_classes: int, averaged: bool) -> None:
+    def check(self, metrics: Sequence[str] | None) -> None:
         """Raise ConfigError where no evaluation will have the metric that it follows."""
         if self.follow is not None:
-            check_there("scheduler", self.options.followed, num_classes, averaged)
+            check_there("scheduler", self.options.followed, metrics)
 
     def saw(self, result: Mapping[str, Any]) -> None:
         """Take in an evaluation's result, which every rank has alike."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isobatch.errors import JobFailed
 from isobatch.given import together
+from isobatch.runtime.trees import PerSample
 from isobatch.shards.layout import Lanes
 
 Prepare = Callable[..., tuple[Tensor, Any]]
@@ -44,13 +46,16 @@ def parts(tree: Any, lanes: Lanes) -> list[Any]:
         JobFailed: a tensor has no rows for each sample.
     """
     leaves, form = tree_flatten(tree)
-    cut = []
+    cut: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor) and (not leaf.ndim or len(leaf) % lanes.samples):
             raise JobFailed(f"the loss is asked for each shard alone, and gets {tuple(leaf.shape)} numbers for {lanes.samples} "
                             "samples together: set batch.micro to batch.shard, or `couples = False` on the criterion if it is "
                             "a plain mean over the samples")  # fmt: skip
-        cut.append(lanes.split(leaf) if isinstance(leaf, Tensor) else [leaf] * len(lanes.sizes))
+        if isinstance(leaf, PerSample):
+            cut.append([leaf.at(places) for places in lanes.split(torch.arange(lanes.samples))])
+        else:
+            cut.append(lanes.split(leaf) if isinstance(leaf, Tensor) else [leaf] * len(lanes.sizes))
     return [tree_unflatten(list(shard), form) for shard in zip(*cut, strict=True)]
 
 

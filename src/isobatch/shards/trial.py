@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from isobatch.runtime.accelerator import generator, kept_generators
 from isobatch.runtime.randomness import isolated_generators, seed_host
+from isobatch.runtime.trees import Tree, call, first, mapped
 from isobatch.shards.apart import Apart
 from isobatch.shards.layout import Layout
 from isobatch.shards.streams import NotApart, Streams
@@ -52,7 +53,7 @@ def known(model: nn.Module) -> Found | None:
     return None if hooked or types - {*ALONE, *APART} else Found(None, bool(types & {*APART}))
 
 
-def examine(model: nn.Module, samples: Tensor, layouts: Iterable[Layout], device: torch.device) -> Found:
+def examine(model: nn.Module, samples: Tree, layouts: Iterable[Layout], device: torch.device) -> Found:
     """Try it. Nothing is left behind: not in the model's buffers, nor in any generator.
 
     Args:
@@ -77,18 +78,17 @@ def examine(model: nn.Module, samples: Tensor, layouts: Iterable[Layout], device
 class Comparison:
     """One forward of all shards of `layout`, held against forwards of single shards."""
 
-    def __init__(self, model: nn.Module, samples: Tensor, layout: Layout, device: torch.device):
+    def __init__(self, model: nn.Module, samples: Tree, layout: Layout, device: torch.device):
         self.model, self.layout, self.device = model, layout, device
         # drawn, so that no two shards hold the same samples: their statistics would be the same
-        order = torch.randint(len(samples), (layout.samples,), generator=torch.Generator().manual_seed(layout.samples))
-        self.batch = samples[order.to(samples.device)]
+        order = torch.randint(len(first(samples)), (layout.samples,), generator=torch.Generator().manual_seed(layout.samples))
+        self.batch = mapped(lambda t: t[order.to(t.device)], samples)
         self.shards = sorted({round(i * (len(layout.sizes) - 1) / (MOST - 1)) for i in range(MOST)})
         self.buffers = [(b, b.clone()) for b in model.buffers()]
         self.apart = Apart([Streams(layout, device, list(range(len(layout.sizes))), 0)])
 
     def reason(self) -> str | None:
-        parts = self.layout.split(self.batch)
-        alone = {shard: self._alone(shard, parts[shard]) for shard in self.shards}
+        alone = {shard: self._alone(shard, self._part(shard)) for shard in self.shards}
         for place, found in self._together().items():
             for shard, part in found.items():
                 off = _distance(part, alone[shard][place]) if place in alone[shard] else 0.0
@@ -97,14 +97,17 @@ class Comparison:
                     return f"couples the samples of a forward ({name} is {off:.1g} off for a shard among others)"
         return None
 
-    def _alone(self, shard: int, inputs: Tensor) -> dict[Place, Tensor]:
+    def _part(self, shard: int) -> Tree:
+        return mapped(lambda t: self.layout.split(t)[shard], self.batch)
+
+    def _alone(self, shard: int, inputs: Tree) -> dict[Place, Tensor]:
         self._restore()
         for drawn_from in {generator(self.device), torch.default_generator}:
             drawn_from.manual_seed(shard)
         seed_host(shard)
         found: dict[Place, Tensor] = {}
         with outputs(self.model, lambda place, tensor: found.__setitem__(place, _spread(tensor))):
-            self.model(inputs)
+            call(self.model, inputs)
         return found
 
     def _together(self) -> dict[Place, dict[int, Tensor]]:
@@ -113,7 +116,7 @@ class Comparison:
         host = random.getstate(), repr(numpy.random.get_state())
         self.apart.begin()
         with self.apart, outputs(self.model, lambda place, tensor: found.__setitem__(place, self._parts(tensor))):
-            output = self.model(self.batch)
+            output = call(self.model, self.batch)
         self.apart.check()
         if host != (random.getstate(), repr(numpy.random.get_state())):
             raise NotApart("draws from Python's or NumPy's generator, which is one for all shards")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from isobatch import better
 from isobatch.config import flat, read_yaml
 from isobatch.errors import ConfigError
 from isobatch.run_folder import layout
@@ -38,7 +39,9 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
                           "use another hydra.sweep.dir, or remove that folder")  # fmt: skip
     if summary.get("state") in layout.DONE:
         final = summary.get("final")
-        value = final.get("eval/accuracy", final.get("eval/loss")) if isinstance(final, dict) else None
+        metric = (plain.get("sweep") or {}).get("objective")
+        value = final.get(metric) if metric and isinstance(final, dict) else better.objective(final, None) if isinstance(
+            final, dict) else None  # fmt: skip
         return "skip", float(value) if isinstance(value, int | float) else None
     return ("go on" if (run_dir / layout.CHECKPOINTS).is_dir() else "again"), None
 

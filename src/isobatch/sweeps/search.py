@@ -22,8 +22,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
+from isobatch import better, hydra_patches
 from isobatch import config as configuration
-from isobatch import hydra_patches
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 from isobatch.run_folder import layout
@@ -111,6 +111,8 @@ class Search(Sweeper):
             job = self.context.config_loader.load_sweep_config(self.config, [*fixed, *first])
             config = configuration.load(configuration.plain_config(hydra_patches.without_hydra(job), Path.cwd()))
             configuration.check_inputs(config)
+            if config.sweep.objective is not None:
+                return "maximize" if better.sign(config.sweep.objective, config.sweep.mode) > 0 else "minimize"
             return "maximize" if config.data.load(None, config.seed).info.num_classes else "minimize"
         except ConfigError:  # this choice may be refused where others are not; the job says so itself
             return "maximize"

@@ -36,7 +36,7 @@ def evaluate(work: Work) -> None:
 
     loop, info, run_dir = work.loop, work.info, work.run_dir
     evaluator, state = loop.evaluator, loop.state
-    if info.num_classes:
+    if info.num_classes and evaluator.one_label:
         evaluator.answers = Answers(len(evaluator.split), evaluator.device)
     loop.evaluate()
     if evaluator.answers is None:

@@ -32,6 +32,7 @@ from isobatch.run_folder.summary import summarize
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks, choose_device
 from isobatch.runtime.randomness import ShardSeeder
+from isobatch.runtime.trees import call, mapped
 from isobatch.writer import About, Answered
 
 USUAL_BATCH = 64  # where nothing is typed; never a function of the ranks, so that no bit depends on them
@@ -176,7 +177,7 @@ class Answers:
             with torch.no_grad():
                 for first in range(0, batches, AT_ONCE * world):
                     here = [(i, self.answer(k, i, inputs)) for k, (i, (inputs, _)) in enumerate(islice(stream, AT_ONCE))]
-                    gathered = self.ranks.gather_objects([(i, _to_cpu(output)) for i, output in here])
+                    gathered = self.ranks.gather_objects([(i, mapped(Tensor.cpu, output)) for i, output in here])
                     parts = dict(pair for some in gathered or [] for pair in some)
                     for i in range(first, min(first + AT_ONCE * world, batches)):
                         yield self.answered(i, parts.get(i))
@@ -187,11 +188,11 @@ class Answers:
         """The output for the k-th batch of a round of this rank, number `batch` of all."""
         lane = k % len(self.lanes)
         if lane:
-            inputs = inputs.to(self.lanes[lane], non_blocking=True)
+            inputs = mapped(lambda t: t.to(self.lanes[lane], non_blocking=True), inputs)
         self.seed.evaluation(0, batch)
         try:
             with self.config.precision.evaluation(self.lanes[0]):
-                return to_fp32(self.models[lane](inputs))
+                return to_fp32(call(self.models[lane], inputs))
         except Exception as error:
             if is_out_of_memory(error) or not isinstance(inputs, Tensor) or tuple(inputs.shape[1:]) == self.trained.info.shape:
                 raise
@@ -206,10 +207,3 @@ class Answers:
         classes = self.trained.info.num_classes
         scores = isinstance(outputs, Tensor) and outputs.ndim == 2 and classes and outputs.shape[1] == classes
         return Answered(numbers.start, names, outputs, outputs.softmax(1) if scores else None)
-
-
-def _to_cpu(output: Any) -> Any:
-    """Any tree of tensors, in main memory."""
-    from torch.utils._pytree import tree_map
-
-    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from isobatch.clip.clipping import Clipping, held_back
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from isobatch.batch_plan import BatchPlan
     from isobatch.config import Config
-    from isobatch.data import DataInfo
 
 
 class Governed(NamedTuple):
@@ -29,17 +29,17 @@ class Governed(NamedTuple):
         return {"schedule": self.schedule, "stop": self.stopping}
 
 
-def governed(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, total: int, plan: BatchPlan, info: DataInfo,
-             averaged: bool) -> Governed:  # fmt: skip
+def governed(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, total: int, plan: BatchPlan,
+             metrics: Sequence[str] | None) -> Governed:  # fmt: skip
     """
     Args:
-        total: updates of the run. averaged: evaluations tell of an average of the weights too.
+        total: updates of the run. metrics: of the evaluations (see better.there).
     Raises:
         ConfigError: a length that cannot be, or a metric that no evaluation will have.
     """
     per_epoch = plan.windows_per_epoch
     clip = held_back(config.clip.build(model, config.max_grad_norm), held_until(optimizer, total, per_epoch))
     found = Governed(Schedule(config.scheduler, total, per_epoch, plan.ahead), config.stop.build(), clip)
-    for follower in (found.schedule, found.stopping):
-        follower.check(info.num_classes, averaged)
+    for follower in (found.schedule, found.stopping, config.checkpoint):
+        follower.check(metrics)
     return found

@@ -226,8 +226,10 @@ class Loop:
     def show_predictions(self, info: DataInfo, count: int) -> None:
         """What the model says of the first `count` evaluated images, to the logger. All ranks run it."""
         if len(info.shape) == 3 and info.num_classes:
-            model = self.state.evaluated_model(self.parts.device)
-            found = Predictions(*self.evaluator.first(model, count), info.class_names, info.mean, info.std)
+            first = self.evaluator.first(self.state.evaluated_model(self.parts.device), count)
+            if first is None:  # not one image and one label of a sample
+                return
+            found = Predictions(*first, info.class_names, info.mean, info.std)
             self.logger.predictions({"samples": self.state.samples}, found)
 
     def _set_lr(self) -> float:

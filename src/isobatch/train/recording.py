@@ -24,6 +24,7 @@ from isobatch.errors import JobFailed
 from isobatch.given import Given, taken_apart
 from isobatch.precision.masters import to_fp32
 from isobatch.reduction.elements import ByElements
+from isobatch.runtime.trees import call
 from isobatch.train.gradients import Gradients
 from isobatch.train.step import Parts, micro_step
 
@@ -82,7 +83,7 @@ class Recorded:
     def work(self, parts: Parts) -> None:
         """What is recorded: micro_step's forward and backward, on fixed memory."""
         with parts.precision.autocast(parts.device):
-            output = parts.reducer.module(self.inputs)
+            output = call(parts.reducer.module, self.inputs)
         self.given = taken_apart(parts.criterion(to_fp32(output), self.targets))  # of each replay, until the next one
         loss = self.given.value * self.numbers["weight"]
         self.loss.copy_(loss.detach())

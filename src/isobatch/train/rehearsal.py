@@ -25,10 +25,12 @@ from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import IGNORED, Samples, ignored_by
 from isobatch.errors import ConfigError, JobFailed, Stopped
 from isobatch.given import Given, Sum, taken_apart
+from isobatch.metrics.base import Metric
 from isobatch.parallel.unused import unnoticed
 from isobatch.planner.trial import is_out_of_memory
 from isobatch.precision.masters import to_fp32
 from isobatch.runtime.randomness import isolated_generators
+from isobatch.runtime.trees import call, first
 from isobatch.runtime.waiting import TooLong, limited
 from isobatch.shards.layout import Lanes
 
@@ -47,9 +49,11 @@ class Rehearsal:
         config: of the run. device, channels_last: as the training has them.
     Attributes:
         given: what the training's loss gave for SAMPLES samples; None = there was none.
+        evaluated: output and targets of the evaluation's forward.
     """
 
     given: Given | None = None
+    evaluated: tuple[Any, Any] = (None, None)
 
     def __init__(self, module: nn.Module, config: Any, splits: Splits, device: torch.device, channels_last: bool):
         self.module, self.model, self.splits, self.precision = module, config.model, splits, config.precision
@@ -132,7 +136,7 @@ class Rehearsal:
                 before = torch.get_rng_state()
                 try:
                     with autocast(self.device):
-                        output = to_fp32(self.module(inputs))
+                        output = to_fp32(call(self.module, inputs))
                 except Exception as error:
                     raise self._unfit_input(which, split, inputs, error) from error
                 drew = not torch.equal(before, torch.get_rng_state())
@@ -146,6 +150,8 @@ class Rehearsal:
                               "or the loss lets no gradient through", "leave out detach(), item() and argmax")  # fmt: skip
         if which == "training":
             self.given = given
+        else:
+            self.evaluated = output, targets
         return drew
 
     def _read(self, which: str, source: WorkerSource, request: Request) -> Any:
@@ -174,10 +180,10 @@ class Rehearsal:
         if given.elements is not None and not float(given.elements) >= 0:
             raise ConfigError("loss.name", name, f"gives a Sum over {float(given.elements):g} elements", "count them from 0 on")
 
-    def _unfit_input(self, which: str, split: Split, inputs: Tensor, error: Exception) -> Exception:
+    def _unfit_input(self, which: str, split: Split, inputs: Any, error: Exception) -> Exception:
         if is_out_of_memory(error):
             return error
-        shapes = [tuple(inputs.shape[1:]), self.splits.info.shape]
+        shapes = [tuple(first(inputs).shape[1:]), self.splits.info.shape]
         key, value, way_out = "model.name", self.model.name, "choose a model for such inputs"
         if which == "evaluation" and shapes[0] != shapes[1]:
             key, value = "data.eval_size", shapes[0][-1]
@@ -185,7 +191,7 @@ class Rehearsal:
         elif hasattr(self.model, "arch"):
             key, value = "model.arch", self.model.arch
             way_out = f"set +model.kwargs.img_size={shapes[0][-1]}, or data.image_size to what it takes"
-        if inputs.dtype != torch.float32:
+        if isinstance(inputs, Tensor) and inputs.dtype != torch.float32:
             way_out = "let the dataset return float32 (images: uint8), or choose a model for such inputs"
         return ConfigError(key, value, f"the model cannot take the {which}'s inputs, {_form(inputs)}, as of "
                            f"{split.describe(0)} ({_told(error)})", way_out)  # fmt: skip
@@ -200,15 +206,18 @@ class Rehearsal:
 
 def rehearse(config: Any, module: nn.Module, splits: Splits, device: torch.device, channels_last: bool,
              prepare: Callable[..., Any] | None, trains: bool, stop: Callable[[], int],
-             give_up: Callable[[str, int], None]) -> Given | None:  # fmt: skip
-    """Both forwards of `config`'s model and loss (see Rehearsal), and what the training's loss gave.
+             give_up: Callable[[str, int], None]) -> tuple[Given | None, Any, list[Metric]]:  # fmt: skip
+    """Both forwards of `config`'s model and loss (see Rehearsal): what the training's loss gave, output and targets of the
+    evaluation's, and the metrics of such.
 
     While the weights are whole: where they are spread over ranks, a forward is a collective.
     """
     rehearsal = Rehearsal(module, config, splits, device, channels_last)
     for line in rehearsal.run(prepare, trains, stop, give_up):
         log.info("%s", line)
-    return tree_map_only(Tensor, Tensor.detach, rehearsal.given)  # type: ignore[no-any-return]
+    given, seen = tree_map_only(Tensor, Tensor.detach, (rehearsal.given, rehearsal.evaluated))
+    ignored = getattr(config.loss.evaluation(), "ignore_index", None)
+    return given, seen, config.metrics.build(*seen, splits.info.num_classes, ignored)
 
 
 def _form(value: Any) -> str:
@@ -216,7 +225,8 @@ def _form(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     inner = ", ".join(_form(v) for v in (value.values() if isinstance(value, dict) else value)) if isinstance(
         value, dict | list | tuple) else ""  # fmt: skip
-    return f"a {type(value).__name__}" + (f" of {inner}" if inner else "")
+    name = "list" if isinstance(value, list) else type(value).__name__
+    return f"a {name}" + (f" of {inner}" if inner else "")
 
 
 def _told(error: Exception) -> str:
