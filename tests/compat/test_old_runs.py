@@ -31,6 +31,9 @@ EXPECTED = {release: json.loads((HERE / "runs" / release / "expected.json").read
 JOBS = [pytest.param(release, job, id=f"{release}-{job}") for release in RELEASES for job in EXPECTED[release]]
 # of one step after six others, on another machine's kernels and threads
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+# Under fp16, gradients that are all but zero differ with the kernels, and AdamW makes steps of the learning rate of each: so
+# these are close on average, to a tenth of a step. Without their optimizer's state they would be whole steps apart.
+HALF = {"ddp": 0.002}
 
 
 INTEGERS = ("imports=[integers]", "logger=none", "threads=1", "epochs=null", "data=custom", "data.name=integers",
@@ -78,7 +81,11 @@ def test_an_old_run_goes_on_to_the_weights_it_would_have_reached(tmp_path: Path,
     assert weights.keys() == recorded.keys()
     for name, tensor in recorded.items():
         assert weights[name].dtype == tensor.dtype
-        torch.testing.assert_close(weights[name], tensor, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+        if job not in HALF:
+            torch.testing.assert_close(weights[name], tensor, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+    if job in HALF:
+        apart = torch.cat([(weights[name] - tensor).abs().float().reshape(-1) for name, tensor in recorded.items()])
+        assert apart.mean() < HALF[job] / 10
     if job == "integers":  # no sum rounds there, so neither the machine nor its libraries can matter
         assert found["weights_sha256"] == expected["weights_sha256"]
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "another run's folder is read only"

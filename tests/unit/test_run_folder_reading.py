@@ -389,7 +389,7 @@ def test_nothing_but_the_reader_opens_what_a_run_left() -> None:
         "yaml": {"run_folder/reading.py", "cli/swept_overrides.py", "hydra_patches/refusals.py"},  # these two read conf/
         "json.loads": {
             "run_folder/reading.py", "run_folder/lock.py",
-            "run_folder/files.py", "report/scan.py", "compare/rows.py",  # lines of metrics.jsonl
+            "run_folder/files.py", "report/scan.py", "compare/rows.py", "api.py",  # lines of metrics.jsonl
             "resume/signature.py",  # metadata of weights, of limited length
             "launch/outcome.py", "launch/torchrun.py", "launch/last_folder.py", "launch/watchdog.py",  # between processes
             "logger/weights_and_biases.py", "logger/wandb_process.py", "dashboard.py",
