@@ -9,7 +9,9 @@ Answers the GraphQL operations of init, log, resume, finish, agent and Workspace
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -36,13 +39,15 @@ class Run:
     exit: int | None = None
     alerts: list[tuple[str, str, str]] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    artifacts: dict[str, list[str]] = field(default_factory=dict)  # type/name -> files
 
     def values(self, key: str) -> list[Any]:
         return [row[key] for row in self.history if key in row]
 
 
 class StandIn:
-    """Attributes: `runs` by id, `jobs` for an agent to work through, `views` that were saved, `operations` seen."""
+    """Attributes: `runs` by id, `jobs` for an agent to work through, `views` that were saved, `operations` seen, `artifacts`
+    (name:alias -> files) to be had, `used` of them."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
@@ -50,6 +55,8 @@ class StandIn:
         self.sweep_yaml = ""
         self.views: list[dict[str, Any]] = []
         self.operations: list[str] = []
+        self.artifacts: dict[str, dict[str, bytes]] = {}
+        self.used: list[dict[str, Any]] = []
         self.accepts = True
         server = self
 
@@ -72,7 +79,15 @@ class StandIn:
                 self.wfile.write(data)
 
             def do_GET(self) -> None:
-                self.reply({})
+                _, kind, *rest = self.path.split("/")
+                if kind != "artifact":
+                    return self.reply({})
+                name, file = unquote(rest[0]), "/".join(rest[1:])
+                data = server.manifest(name) if file == "manifest" else server.artifacts[name][unquote(file)]
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
             def do_PUT(self) -> None:
                 self.body()
@@ -118,7 +133,8 @@ class StandIn:
         for word, answer in (
             ("upsertBucket", self._upsert), ("createRunFiles", self._files), ("RunResumeStatus", self._resume),
             ("createAgent", self._agent), ("agentHeartbeat", self._heartbeat), ("upsertView", self._view),
-            ("sweep(", self._sweep),
+            ("sweep(", self._sweep), ("useArtifact", self._use), ("artifactCollectionMembership", self._artifact),
+            ("currentManifest", self._manifest), ("GetArtifactMembershipFileUrls", self._file_urls),
         ):  # fmt: skip
             if word in text:
                 return {"data": answer(given)}
@@ -181,6 +197,50 @@ class StandIn:
             "runs": {"edges": []},
         }}}  # fmt: skip
 
+    def _artifact(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Of version 3, whatever the alias."""
+        name, _, alias = given["name"].partition(":")
+        same = [key for key in self.artifacts if key.partition(":")[0] == name and alias in ("v3", key.partition(":")[2])]
+        known = same[0] if same else None
+        if known is None:
+            return {"project": {"artifactCollectionMembership": None}}
+        entity = {"name": given["entity"]}
+        project = {"id": "UA==", "internalId": "1", "name": given["project"], "entity": entity}
+        place = {"__typename": "ArtifactSequence", "name": name, "project": project}
+        about: dict[str, Any] = dict.fromkeys(("description", "historyStep", "updatedAt"))
+        artifact = {
+            **about, "__typename": "Artifact", "id": known, "ttlDurationSeconds": -2, "ttlIsInherited": False,
+            "artifactSequence": place, "versionIndex": 3, "tags": [],
+            "artifactType": {"name": "model"}, "metadata": "{}", "state": "COMMITTED", "size": 1, "digest": "d",
+            "digestAlgorithm": "MANIFEST_MD5", "commitHash": "c", "fileCount": 1, "createdAt": "2026-01-01T00:00:00Z",
+            "aliases": [],
+        }  # fmt: skip
+        return {"project": {"artifactCollectionMembership": {
+            "__typename": "ArtifactCollectionMembership", "id": "TQ==", "versionIndex": 3, "createdAt": artifact["createdAt"],
+            "aliases": [], "artifactCollection": place, "artifact": artifact,
+        }}}  # fmt: skip
+
+    def _manifest(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"artifact": {"currentManifest": {"file": {"directUrl": f"{self.url}/artifact/{quote(given['id'])}/manifest"}}}}
+
+    def manifest(self, name: str) -> bytes:
+        entries = {file: {"digest": base64.b64encode(hashlib.md5(data).digest()).decode(), "size": len(data)}
+                   for file, data in self.artifacts[name].items()}  # fmt: skip
+        return json.dumps({"version": 1, "storagePolicy": "wandb-storage-policy-v1",
+                           "storagePolicyConfig": {"storageLayout": "V2"}, "contents": entries}).encode()  # fmt: skip
+
+    def _file_urls(self, given: dict[str, Any]) -> dict[str, Any]:
+        name = next(key for key in self.artifacts if key.partition(":")[0] == given["collection"])
+        nodes = [{"node": {"__typename": "File", "name": file, "directUrl": f"{self.url}/artifact/{quote(name)}/{quote(file)}"}}
+                 for file in self.artifacts[name]]  # fmt: skip
+        page = {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False}
+        return {"project": {"artifactCollection": {"__typename": "ArtifactSequence", "artifactMembership": {
+            "files": {"pageInfo": page, "edges": nodes}}}}}  # fmt: skip
+
+    def _use(self, given: dict[str, Any]) -> dict[str, Any]:
+        self.used.append(given)
+        return {"useArtifact": {"artifact": {"id": given["artifactID"]}}}
+
     def stream(self, name: str, body: dict[str, Any]) -> None:
         run = self.runs.setdefault(name, Run())
         for file, chunk in (body.get("files") or {}).items():
@@ -224,6 +284,9 @@ def read_offline(file: Path) -> Run:
             run.alerts.append((record.alert.title, record.alert.text, record.alert.level))
         elif kind == "files":
             run.files += [file.path for file in record.files.files]
+        elif kind == "artifact":
+            made = record.artifact
+            run.artifacts[f"{made.type}/{made.name}"] = [entry.path for entry in made.manifest.contents]
         elif kind == "exit":
             run.exit = record.exit.exit_code
     return run

@@ -50,6 +50,7 @@ from isobatch.train import batch_norm, graph, pace, sharpness
 from isobatch.train.governed import governed
 from isobatch.train.loop import Loop
 from isobatch.train.rehearsal import SAMPLES, rehearse
+from isobatch.train.showing import Showing
 from isobatch.train.state import TrainState
 from isobatch.train.step import Parts, mean
 
@@ -267,11 +268,11 @@ class Run:
             self.logger.start(self.plan, state.logger_run_id, state.samples)
             state.logger_run_id = self.logger.run_id
         earlier = self.resume.earlier_result() if self.resume.finished else None
+        show = Showing(self.loop, self.data_info)
         self.task.perform(Work(self.config, self.run_dir, self.loop, self.data_info, self.resume.saved, earlier))
         if self.fingerprint is not None:
             self.fingerprint.write(self.run_dir, self.ranks)
-        if wanted := self.ranks.agree(self.logger.wants_predictions):  # by the main rank's, with all in one forward
-            self.loop.show_predictions(self.data_info, wanted)
+        show()
 
     @property
     def ending(self) -> str:

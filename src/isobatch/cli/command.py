@@ -32,6 +32,7 @@ from isobatch.config import conf_folder, plain_config
 from isobatch.console import streams
 from isobatch.errors import ConfigError, Stopped
 from isobatch.launch import parent, schedulers
+from isobatch.logger import artifacts
 from isobatch.resume import saved_settings
 from isobatch.run_folder import layout, lock
 from isobatch.run_folder.files import write_text
@@ -147,6 +148,7 @@ def main() -> None:
         if {"--help", "-h"} & set(sys.argv[1:]):
             print(help_screen(conf_folder(), sys.argv[0], own=own_folders(sys.argv[1:])))
             sys.exit(0)
+        sys.argv[1:] = artifacts.fetched(sys.argv[1:], Path.cwd())
         tell_saved(sys.argv[1:])
         sys.argv[1:] = reachable(sys.argv[1:])
         with hydra_patches.active(["run", *sys.argv[1:]], launchers.choose):

@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from isobatch import hydra_patches, launch, sweeps
 from isobatch.config import conf_folder, plain_config
 from isobatch.errors import ConfigError, JobFailed, Stopped
+from isobatch.logger import artifacts
 from isobatch.run_folder import layout, lock
 from isobatch.runtime.distributed import ranks_from_environment
 
@@ -59,6 +60,7 @@ def run_job(words: Sequence[str]) -> Path:
         except BaseException as ending:
             endings.append(ending)
 
+    words = artifacts.fetched(words, Path.cwd())
     with _hydra_untouched(), hydra_patches.active(["run", *words]):
         try:
             from isobatch.cli.command import tell_saved  # whose import tells Hydra which version's rules hold

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from isobatch.config import marked
 from isobatch.errors import ConfigError
+from isobatch.logger import SCHEME
 from isobatch.run_folder.reading import Unreadable, read_mapping
 
 
@@ -69,6 +70,10 @@ def plain_config(composed: Any, cwd: Path, words: Sequence[str] = ()) -> dict[st
         for group in groups:
             node = node.get(group) if isinstance(node, dict) else None  # a text in a group's place is refused later
         if isinstance(node, dict) and isinstance(node.get(key), str) and node[key]:
+            if node[key].startswith(SCHEME):
+                from isobatch.logger import artifacts
+
+                node[key] = artifacts.local(dotted, node[key], cwd)
             try:
                 path = (cwd / Path(node[key]).expanduser()).resolve()
                 there = path.exists()  # raises for what no file system takes, as for a name that is too long

@@ -113,7 +113,7 @@ class Evaluator:
         model.eval()
         try:
             request = Request(0, torch.arange(min(count, len(self.split))))
-            inputs, targets = next(iter(self.source.batches(iter([request]))))
+            ((inputs, targets),) = self.source.batches(iter([request]))  # to its end: the source is used again
             self.seed(0, 0)
             with self.precision.evaluation(self.device):
                 output = to_fp32(call(model, inputs))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from isobatch.checks import choice, positive
 from isobatch.errors import ConfigError
 from isobatch.logger.protocol import Logger, RunInfo
+from isobatch.marks import option
 
 ALERTS = ("failed", "nonfinite", "finished")
 MODES = ("auto", "online", "offline", "disabled")
@@ -65,8 +67,11 @@ class WeightsAndBiases(Histograms):
     Args:
         mode: auto goes online if a key is found and the server answers within 3 s, else offline; nothing ever asks.
         run_name: null names a run after the overrides that make it differ from the other jobs of its sweep.
-        predictions: evaluated images shown with what the model says of them, at the end.
+        predictions: evaluated images shown with what the model says of them.
+        predictions_at: the end, or each evaluation.
         log_checkpoints: none, best or last, as an artifact.
+        registry: collection of W&B's registry that the artifact is linked to, `wandb-registry-model/NAME`.
+        code: folder whose source files (Python, YAML, TOML, notebooks) the run keeps; null = none.
         system_metrics: load, memory and temperatures of the machine, sampled by W&B.
         alerts: of `failed`, `nonfinite` (a loss that is no number) and `finished`: W&B sends them as you have set up there.
         save_files: config.yaml, plan.json, summary.json and train.log as files of the run, below isobatch/.
@@ -81,7 +86,10 @@ class WeightsAndBiases(Histograms):
     tags: list[str] = field(default_factory=list)
     notes: str | None = None
     predictions: int = 0
+    predictions_at: str = "end"
     log_checkpoints: str = "none"
+    registry: str | None = None
+    code: str | None = option(None, path="file")
     system_metrics: bool = True
     alerts: list[str] = field(default_factory=list)
     save_files: bool = True
@@ -90,12 +98,21 @@ class WeightsAndBiases(Histograms):
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("logger.mode", self.mode, MODES)
+        choice("logger.predictions_at", self.predictions_at, ("end", "evaluations"))
         choice("logger.log_checkpoints", self.log_checkpoints, ("none", "best", "last"))
         positive("logger.finish_timeout_s", self.finish_timeout_s)
         for name in self.alerts:
             choice("logger.alerts", name, ALERTS)
         if self.predictions < 0:
             raise ConfigError("logger.predictions", self.predictions, "is negative", "set logger.predictions=0 or more")
+        if self.predictions_at == "evaluations" and not self.predictions:
+            raise ConfigError("logger.predictions_at", "evaluations", "none are asked for", "set logger.predictions=32 too")
+        if self.registry is not None and self.log_checkpoints == "none":
+            raise ConfigError("logger.registry", self.registry, "no checkpoint is uploaded that could be linked there",
+                              "set logger.log_checkpoints=best too")  # fmt: skip
+        if self.registry is not None and self.registry.count("/") not in (1, 2):
+            raise ConfigError("logger.registry", self.registry, "is no collection of a registry",
+                              "set logger.registry=wandb-registry-model/NAME")  # fmt: skip
 
     def check(self) -> None:
         from isobatch.logger import access
@@ -103,6 +120,8 @@ class WeightsAndBiases(Histograms):
         if access.resolve(self.mode).mode == "disabled":
             return
         need("wandb", "wandb", "pip install wandb")
+        if self.code is not None and not Path(self.code).is_dir():
+            raise ConfigError("logger.code", self.code, "is no folder", "set logger.code=. or to another folder")
         if self.mode == "online" and access.find_key() is None:
             raise ConfigError("logger.mode", "online", "no W&B key was found, and nothing here asks for one",
                               "set WANDB_API_KEY or run `wandb login`, or set logger.mode=offline")  # fmt: skip

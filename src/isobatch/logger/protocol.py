@@ -32,6 +32,8 @@ class RunInfo:
     files: Sequence[str] = (layout.CONFIG, layout.PLAN, layout.SUMMARY, layout.LOG)
 
 
+SCHEME = "wandb-artifact://"  # what an address of an artifact begins with, in place of a path
+
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # names of the columns, rows
 
 
@@ -41,12 +43,14 @@ class Logger:
     Attributes:
         run_id: the logger's name for the run, which a checkpoint keeps so that a resumed run goes on in it.
         how_to_look: commands or addresses that show the run, for the end of the output.
-        wants_predictions: number of evaluated samples that `predictions` would like to get at the end.
+        wants_predictions: number of evaluated samples that `predictions` would like to get, at the end.
+        wants_each: it would like them with every evaluation.
     """
 
     run_id: str | None = None
     how_to_look: Sequence[str] = ()
     wants_predictions: int = 0
+    wants_each: bool = False
 
     def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
         """The run is known: its plan's integers, and for a resumed one its id and the samples it has consumed."""

@@ -20,6 +20,7 @@ class SeveralLoggers(Logger):
     def __init__(self, loggers: Sequence[Logger]):
         self.loggers = loggers
         self.wants_predictions = max((logger.wants_predictions for logger in loggers), default=0)
+        self.wants_each = any(logger.wants_each for logger in loggers)
 
     @property
     def how_to_look(self) -> list[str]:  # type: ignore[override]

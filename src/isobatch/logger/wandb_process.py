@@ -21,6 +21,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+SOURCES = (".py", ".pyi", ".yaml", ".yml", ".toml", ".ipynb", ".sh")
+NO_SOURCE = {"wandb", "outputs", "multirun", "artifacts", "node_modules", "__pycache__"}
+
 
 def say(kind: str, **content: Any) -> None:
     """A message to the trainer, which may be gone."""
@@ -126,10 +129,30 @@ class Messages:
                 for key, (columns, rows) in tables.items()}  # fmt: skip
         self.run.log({**row, **pictures, **made})
 
-    def checkpoint(self, folder: str, name: str, aliases: list[str], metadata: dict[str, Any]) -> None:
+    def checkpoint(self, folder: str, beside: list[str], name: str, aliases: list[str], metadata: dict[str, Any],
+                   registry: str | None, limit_s: float) -> None:  # fmt: skip
+        """An artifact that a training can go on from: the checkpoint, and the settings that it was trained with."""
         artifact = self.wandb.Artifact(name, type="model", metadata=metadata)
         artifact.add_dir(folder)
-        self.run.log_artifact(artifact, aliases=aliases)
+        for path in beside:
+            artifact.add_file(path, name=os.path.basename(path))
+        logged = self.run.log_artifact(artifact, aliases=aliases)
+        if registry is None:
+            return
+        if self.run.offline:
+            say("note", text=f"the run is offline, so its checkpoint is not linked to {registry}")
+            return
+        logged.wait(timeout=max(1, int(limit_s)))
+        self.run.link_artifact(logged, registry)
+
+    def use(self, key: str, name: str) -> None:
+        """What the run began with: in its config, and online as lineage."""
+        self.run.config.update({f"artifact/{key}": name})
+        if not self.run.offline:
+            self.run.use_artifact(name)
+
+    def code(self, folder: str) -> None:
+        self.run.log_code(folder, include_fn=lambda path: path.endswith(SOURCES), exclude_fn=of_no_source)
 
     def alert(self, title: str, text: str, level: str) -> None:
         self.run.alert(title=title, text=text, level=level, wait_duration=0.001)
@@ -144,6 +167,11 @@ class Messages:
 
     def summary(self, values: dict[str, Any]) -> None:
         self.run.summary.update(values)
+
+
+def of_no_source(path: str, root: str) -> bool:
+    """What lies below a hidden folder, or one that programs write into."""
+    return any(part.startswith(".") or part in NO_SOURCE for part in Path(path).relative_to(root).parts[:-1])
 
 
 def one_line(error: object) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.errors import ConfigError
-from isobatch.logger import access, job_facts
+from isobatch.logger import access, artifacts, job_facts
 from isobatch.logger.protocol import Logger, RunInfo, Table
 from isobatch.run_folder import layout
 
@@ -46,7 +46,7 @@ class WeightsAndBiasesLogger(Logger):
     def __init__(self, options: WeightsAndBiases, info: RunInfo, found: access.Access):
         self.options, self.info, self.access = options, info, found
         self.how_to_look: list[str] = []
-        self.wants_predictions = options.predictions
+        self.wants_predictions, self.wants_each = options.predictions, options.predictions_at == "evaluations"
         self._watched = 0
         self._alerted: set[str] = set()
         self._imported, self._over = threading.Event(), threading.Event()
@@ -79,6 +79,10 @@ class WeightsAndBiasesLogger(Logger):
         self._post("open", mode=self.access.mode, base_url=self.access.base_url, init=self._init(facts, plan),
                    system_metrics=self.options.system_metrics,
                    finish_timeout_s=self.options.finish_timeout_s, probe_s=PROBE_S, init_s=INIT_S)  # fmt: skip
+        for key, name in artifacts.used(self.info.plain).items():
+            self._post("use", key=key, name=name)
+        if self.options.code is not None:
+            self._post("code", folder=self.options.code)
 
     def _init(self, facts: job_facts.JobFacts, plan: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of wandb.init, without those that an agent has put into the environment."""
@@ -143,7 +147,7 @@ class WeightsAndBiasesLogger(Logger):
     def predictions(self, row: Mapping[str, Any], predictions: Predictions) -> None:
         from isobatch.logger.predictions import COLUMNS, encoded
 
-        self._post("predictions", row={"samples": row["samples"]}, columns=list(COLUMNS), rows=encoded(predictions))
+        self._post("predictions", row=dict(row), columns=list(COLUMNS), rows=encoded(predictions))
 
     def report(self, row: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Table]) -> None:
         self._post("report", row={"samples": row["samples"]}, images={k: str(path) for k, path in images.items()},
@@ -158,7 +162,10 @@ class WeightsAndBiasesLogger(Logger):
             folder = self.info.run_dir / layout.CHECKPOINTS / self.options.log_checkpoints
             if self.options.log_checkpoints != "none" and folder.exists():
                 metadata = {key: summary.get(key) for key in ("steps", "best", "weights_sha256")}
-                self._post("checkpoint", folder=str(folder), name=f"checkpoint-{self.run_id}", metadata=metadata,
+                beside = [self.info.run_dir / name for name in artifacts.OF_THE_RUN]
+                self._post("checkpoint", folder=str(folder), beside=[str(path) for path in beside if path.is_file()],
+                           name=f"checkpoint-{self.run_id}",
+                           metadata=metadata, registry=self.options.registry, limit_s=self.options.finish_timeout_s,
                            aliases=[self.options.log_checkpoints, f"step-{summary.get('steps')}"])  # fmt: skip
             self._post("finish", exit_code=exit_code)
         self._outbox.put(None)

@@ -14,12 +14,10 @@ import torch
 from isobatch.checkpoint import Checkpointer
 from isobatch.checkpoint.saving import SAVE_NOW
 from isobatch.console import Console
-from isobatch.data import DataInfo
 from isobatch.data.feed import Feed, WindowData
 from isobatch.errors import JobFailed, Stopped
 from isobatch.evaluate.evaluator import Evaluator
 from isobatch.logger import Logger
-from isobatch.logger.predictions import Predictions
 from isobatch.run_folder.files import RunFiles
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
@@ -76,6 +74,7 @@ class Loop:
     log_weights: int = 0
     warmup: int = 0
     ahead: int = 0  # of the steps that evaluations are counted by (BatchPlan.ahead)
+    evaluated: Callable[[], None] = lambda: None  # what follows an evaluation while training
     audit: Callable[[TrainState, Parts, Iterator[WindowData]], Iterator[WindowData]] | None = None
     ending: Ending | None = None  # how a rule has ended the run before its length was up
     pace: Pace | None = None
@@ -187,6 +186,7 @@ class Loop:
         if evaluates and not signum:
             is_best = self.evaluate(both=True)
             state.follow({**self.last_eval, "step": state.step})
+            self.evaluated()
             is_leader = self.checkpointer.leaders.entered
         if not last and not signum:
             self.ending = self.stopping.out_of_time() if time_is_up else self.stopping.ending
@@ -222,15 +222,6 @@ class Loop:
         self.files.row(row)
         self.console.evaluation(row, improved)
         return better is not None
-
-    def show_predictions(self, info: DataInfo, count: int) -> None:
-        """What the model says of the first `count` evaluated images, to the logger. All ranks run it."""
-        if len(info.shape) == 3 and info.num_classes:
-            first = self.evaluator.first(self.state.evaluated_model(self.parts.device), count)
-            if first is None:  # not one image and one label of a sample
-                return
-            found = Predictions(*first, info.class_names, info.mean, info.std)
-            self.logger.predictions({"samples": self.state.samples}, found)
 
     def _set_lr(self) -> float:
         factor = self.schedule(self.state.update)
