@@ -14,7 +14,7 @@ import torch
 from isobatch import better, tasks
 from isobatch import config as configuration
 from isobatch.amounts import in_updates
-from isobatch.audit import determinism, repeat
+from isobatch.audit import hooks
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.console import Console, make_console
@@ -25,6 +25,7 @@ from isobatch.errors import ConfigError, Stopped
 from isobatch.evaluate.evaluator import Evaluator
 from isobatch.launch.outcome import give_up
 from isobatch.launch.signals import STOP
+from isobatch.launch.withdrawal import withdraw
 from isobatch.logger import Logger, RunInfo
 from isobatch.model import freezing
 from isobatch.planner import cost, micro
@@ -145,8 +146,8 @@ class Run:
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch, plan.ahead)
         sharing = decide(config, model, splits, plan, self.world, device) if looks_ahead else Sharing(1)
         notes = [*splits.info.notes, *resumed, *chosen.words, *([sharing.note] if sharing.note else [])]
-        if self.task.trains and (note := config.ema.note(total)):
-            notes.append(note)
+        if self.task.trains:
+            notes += filter(None, (config.ema.note(total), config.audit.note(total)))
         notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
         view = {"data": plan_notes.data(splits), **plan_notes.view(config, plan, total, self.world, device), **ahead.view}
         self.console.plan(view, notes)
@@ -243,9 +244,9 @@ class Run:
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
             eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if config.eval_every else plan.ahead,
-            stop_requested=STOP.asked, audit=determinism.heard(repeat.wanted(config, ranks, lanes), ranks, self.files),
-            pace=pace.watched(config, state, ranks, device),
+            stop_requested=STOP.asked, pace=pace.watched(config, state, ranks, device),
         )  # fmt: skip
+        self.loop.audit = hooks.wanted(config, self.loop, lanes, seed.all, withdraw)
 
     def watched(self, module: torch.nn.Module, apart: SideBySide) -> SideBySide | Fingerprint:
         """`apart`; where equal training is asked for, it also takes the fingerprints to explain a difference."""

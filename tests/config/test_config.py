@@ -38,6 +38,7 @@ def test_every_choice_composes_and_loads(choice: str) -> None:
     extra = {
         "data=random_matrix": ["model=linear", "loss=output_sum"],
         "loss=distill": ["loss.teacher.arch=resnet18"],
+        "audit=replay": ["reduction=exact"],
     }
     config = load(plain(choice, *extra.get(choice, [])))  # whether the folder is there is asked later
     assert config.plain["epochs"] == 15

@@ -1,1 +1,82 @@
-"""What a run looks at so that a promise that cannot hold is said, and not broken without a word."""
+"""Group `audit`: what a run does to find out whether its numbers are right; and, always, whether a shard gives them twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from isobatch.checks import choice, positive
+from isobatch.errors import ConfigError
+from isobatch.marks import Marks
+
+if TYPE_CHECKING:
+    from isobatch.audit.watched import Hook, Training
+
+ON_MISMATCH = ("stop", "warn", "exclude")
+
+
+class Choices(Protocol):
+    """The choices of the other groups (the config), as far as an audit may refuse them."""
+
+    @property
+    def reduction(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class NoAudit:
+    """Trust the hardware."""
+
+    name: str = "none"
+
+    def check_with(self, config: Choices) -> None:
+        """Refuse what cannot be done together with the choices of other groups.
+
+        Raises:
+            ConfigError: with a way out.
+        """
+
+    def note(self, steps: int) -> str | None:
+        """What a person should know of it in a run of so many steps."""
+        return None
+
+    def build(self, training: Training, generators: list[Any], withdraw: Callable[[], str]) -> Hook | None:
+        """What a training's windows go through; None = nothing."""
+        return None
+
+
+@dataclass(frozen=True)
+class Replay(NoAudit):
+    """Every `every` steps each rank computes a shard of another one again, and all compare digests of their state.
+
+    Args:
+        every: steps from one audit to the next.
+        on_mismatch: `stop` the run; `warn` and go on; `exclude`: save a checkpoint, then end so that an elastic launch
+            goes on without the node whose bits are off.
+    """
+
+    name: str = "replay"
+    every: int = 100
+    on_mismatch: str = "stop"
+
+    def __post_init__(self) -> None:
+        positive("audit.every", self.every)
+        choice("audit.on_mismatch", self.on_mismatch, ON_MISMATCH)
+
+    def check_with(self, config: Choices) -> None:
+        if not config.reduction.exact:
+            raise ConfigError("audit.name", self.name, "compares shards by their bits, and reduction="
+                              f"{config.reduction.name} adds them up before anybody can look",
+                              "set reduction=exact, or audit=none")  # fmt: skip
+
+    def note(self, steps: int) -> str | None:
+        return f"audit.every={self.every} of {steps} steps: no shard is looked at" if self.every > steps else None
+
+    def build(self, training: Training, generators: list[Any], withdraw: Callable[[], str]) -> Hook | None:
+        from isobatch.audit.replay import Audit
+
+        return Audit(self.every, self.on_mismatch, training, generators, withdraw)
+
+
+TABLE: dict[str, Any] = {"none": NoAudit, "replay": Replay}
+MARKS = Marks(resume="free")

@@ -11,18 +11,20 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from isobatch.errors import JobFailed
 from isobatch.run_folder.files import RunFiles
 from isobatch.runtime.distributed import Ranks
-from isobatch.train.state import TrainState
-from isobatch.train.step import Parts
+
+if TYPE_CHECKING:
+    from isobatch.train.state import TrainState
+    from isobatch.train.step import Parts
 
 log = logging.getLogger("isobatch")
-Question = Callable[[TrainState, Parts, Iterator[Any]], Iterator[Any]]
+Question = Callable[["TrainState", "Parts", Iterator[Any]], Iterator[Any]]
 
 WARNS = 1  # torch.get_deterministic_debug_mode: it takes what is deterministic and warns of the rest
 ABOUT = re.compile(r"(?P<attention>[\w ]+? Attention) defaults to a non-deterministic algorithm"

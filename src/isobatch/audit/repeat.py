@@ -5,9 +5,8 @@ generators of their own. Then equal weights cannot be had on any plan, and nothi
 first shard of the first window is run twice: the same weights, inputs, seeds and statistics, only free memory is left in
 another state. Loss, gradients and buffers have to be equal to the bit.
 
-Two runs of one shard are the price, once for each start. They go through the training step itself, with a reducer that keeps
-what it gets and a scaler that withholds the update; whatever they changed is put back, so a training is the same with and
-without the question.
+Two runs of one shard are the price, once for each start. They go through the training's own micro step, with a reducer that
+keeps what it gets; whatever they changed is put back, so a training is the same with and without the question.
 """
 
 from __future__ import annotations
@@ -17,20 +16,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from isobatch.audit.diagnosis import Diary, Difference, compare, way_out
-from isobatch.clip.clipping import Clipping
-from isobatch.data.feed import MicroBatch, WindowData
 from isobatch.errors import JobFailed
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import ShardSeeder, isolated_generators
-from isobatch.train.state import TrainState
-from isobatch.train.step import Parts, train_step
+
+if TYPE_CHECKING:
+    from isobatch.data.feed import MicroBatch, WindowData
+    from isobatch.train.state import TrainState
+    from isobatch.train.step import Parts
 
 log = logging.getLogger(__name__)
 
@@ -100,16 +100,16 @@ class Repeat:
             if first is not None:
                 inputs, targets = tree_map_only(Tensor, Tensor.clone, (first.inputs, first.targets))
                 alone = replace(first, inputs=inputs, targets=targets, is_first=True, is_last=True)
-                train_step(replace(state, scaler=Withheld(state.scaler)),  # type: ignore[arg-type]
-                           replace(parts, reducer=kept, clip=Clipping(), skip_nonfinite=False),  # type: ignore[arg-type]  # the part of a Reducer that one shard needs
-                           WindowData(data.window, [alone]))  # fmt: skip
+                parts.statistics.begin()
+                # the part of a Reducer that one shard needs
+                parts.micro_step(state, replace(parts, reducer=kept), data.window.step, alone)  # type: ignore[arg-type]
+                kept.finish()
+                parts.statistics.rollback()
         return kept
 
 
 class Kept:
     """Stands in for the reducer of one shard, and keeps what that shard gives."""
-
-    empty = False
 
     def __init__(self, parts: Parts, diary: Diary | None):
         self.module, self.working, self.diary = parts.reducer.module, parts.working.module, diary
@@ -117,9 +117,6 @@ class Kept:
         self.loss: Tensor | None = None
         self.gradients: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
-
-    def begin(self, window: Any) -> None:
-        """Nothing is summed."""
 
     def shard(self, micro: MicroBatch) -> Any:
         return nullcontext()
@@ -130,26 +127,12 @@ class Kept:
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
         """They are read off the model, with all others."""
 
-    def finish(self) -> bool:
+    def finish(self) -> None:
         # on the CPU: on a device they would be beside the second run's activations
         for name, parameter in self.working.named_parameters():
             if parameter.grad is not None:
                 self.gradients[name] = local(parameter.grad).cpu()
         self.buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.working.named_buffers()}
-        return True
-
-
-class Withheld:
-    """Stands in for the loss scaler: it scales as that does, and applies no update."""
-
-    def __init__(self, scaler: Any):
-        self.scale = scaler.scale
-
-    def unscale_(self, optimizer: Any) -> None:
-        """Nobody looks at these gradients."""
-
-    def step(self, optimizer: Any, withhold: bool = False) -> bool:
-        return False
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -170,7 +153,8 @@ def stir(device: torch.device, byte: int) -> None:
 def unchanged(state: TrainState, parts: Parts, generators: list[torch.Generator]) -> Iterator[None]:
     """Put back what a step changes: generators, buffers, gradients, and numbers that modules keep for themselves."""
     modules = [*parts.working.module.modules(), *(parts.criterion.modules() if isinstance(parts.criterion, nn.Module) else ())]
-    buffers = [(m, dict(m._buffers), {k: b.detach().clone() for k, b in m._buffers.items() if b is not None}) for m in modules]
+    buffers = [(m, dict(m._buffers), {k: (b.detach().clone(), b._version) for k, b in m._buffers.items() if b is not None})
+               for m in modules]  # fmt: skip
     plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, PLAIN)}) for m in modules]
     gradients = [(p, p.grad) for p in {*parts.working.module.parameters(), *state.parameters}]
     seeds = [(generator, generator.get_state()) for generator in generators]
@@ -187,8 +171,8 @@ def unchanged(state: TrainState, parts: Parts, generators: list[torch.Generator]
             for name, buffer in own.items():
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
-                if buffer is not None:
-                    buffer.copy_(values[name])
+                if buffer is not None and buffer._version != values[name][1]:  # one that is constant stays so
+                    buffer.copy_(values[name][0])
     for module, numbers in plain:
         for name, number in numbers.items():
             if vars(module).get(name, number) is not number:

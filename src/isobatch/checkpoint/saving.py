@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,6 +72,7 @@ class Checkpointer:
         self.saved_at = time.monotonic()
         self.existed = False
         self.latest: Any = None  # snapshot, whose memory the next one uses again
+        self.inspect: Callable[[TrainState], None] | None = None  # looks at what is about to be saved; may raise
 
     def due(self, step: int) -> bool:
         """Whether `step` is one of every `checkpoint.every`."""
@@ -95,6 +97,8 @@ class Checkpointer:
         if not self.enabled or not self.allowed:
             return
         self.settle()
+        if self.inspect is not None:
+            self.inspect(state)
         tree = whole_tree(state.state_dict(), self.ranks.is_main)  # on all ranks: a sharded model gathers here
         if not self.ranks.is_main:
             return

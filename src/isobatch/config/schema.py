@@ -13,6 +13,7 @@ from isobatch.model import COMPILE
 
 if TYPE_CHECKING:
     from isobatch.accumulation import Accumulation
+    from isobatch.audit import NoAudit
     from isobatch.augment.options import NoAugment
     from isobatch.checkpoint import NoCheckpoint
     from isobatch.clip import ClipOptions
@@ -206,6 +207,7 @@ class Config(Settings):
     stop: StopOptions
     metrics: NoMetrics
     checkpoint: NoCheckpoint
+    audit: NoAudit
     logger: LoggerOptions
     writer: WriterOptions
     plain: dict[str, Any] = field(default_factory=dict)

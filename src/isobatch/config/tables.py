@@ -6,6 +6,7 @@ from typing import Any
 
 from isobatch import (
     accumulation,
+    audit,
     augment,
     checkpoint,
     clip,
@@ -43,6 +44,7 @@ _MODULES = {
     "stop": stop,
     "metrics": metrics,
     "checkpoint": checkpoint,
+    "audit": audit,
     "logger": logger,
     "writer": writer,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
@@ -67,6 +67,9 @@ class Source(Protocol):
     def batches(self, requests: Iterator[Request], keep: Callable[[Again], Any] | None = None) -> Iterator[
         tuple[Tensor, Tensor]]: ...  # fmt: skip
 
+    def aside(self) -> Source:
+        """One that reads the same in this process, whatever this one is in the middle of."""
+
     def close(self) -> None: ...
 
 
@@ -93,6 +96,9 @@ class TensorSource:
             index = index.to(self.device, non_blocking=True)
         inputs = self.inputs.index_select(0, index)
         return inputs if self.normalized is None else self.normalized(inputs), self.targets.index_select(0, index)
+
+    def aside(self) -> Source:
+        return self
 
     def close(self) -> None:
         """Nothing runs."""
@@ -201,6 +207,15 @@ class Feed:
             for shards, lanes in self.filled(window):
                 indices = lanes.join([self.shard_indices(window, v, order) for v in shards])
                 yield Request(window.epoch, indices, self.highest(window.epoch))
+
+    def alone(self, window: Window, shard: int) -> MicroBatch:
+        """One shard of `window`, whoever trains it, as that one gets it; read here and now, apart from all others."""
+        indices = self.shard_indices(window, shard)
+        request = Request(window.epoch, indices, self.highest(window.epoch))
+        inputs, targets = next(self.source.aside().batches(iter([request])))
+        lanes = Lanes((Layout((len(indices),), self.interleaved),))
+        steps: list[tuple[tuple[int, ...], Lanes]] = [((shard,), lanes)]
+        return replace(self.micro_batch(window, steps, 0, inputs, targets), is_first=False, is_last=False)
 
     def windows(self, start: int, stop: int) -> Iterator[WindowData]:
         """Windows of steps start .. stop-1. Nothing before `start` is read: a resume costs no data."""

@@ -153,6 +153,10 @@ class WorkerSource:
         if len(self.replaced) <= NAMED:
             log.warning("data: %s (replaced by the next sample)", name)
 
+    def aside(self) -> WorkerSource:
+        """One that reads the same in this process, while the workers of this one go on."""
+        return WorkerSource(self.samples, self.to_device)
+
     def close(self) -> None:
         """End all workers and wait for them; nothing of this source runs afterwards. Can be called twice."""
         if len(self.replaced) > NAMED:

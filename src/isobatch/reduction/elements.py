@@ -8,7 +8,8 @@ and loss are put right by one factor. Where no criterion asks for it, this is no
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,8 +72,12 @@ class ByElements:
     def shard(self, micro: MicroBatch) -> AbstractContextManager[Any]:
         return self.inner.shard(micro)
 
-    def aside(self, micro: MicroBatch | None) -> AbstractContextManager[Any]:
-        return self.inner.aside(micro)
+    @contextmanager
+    def aside(self, micro: MicroBatch | None) -> Iterator[None]:
+        noted, (self.weighed, self.beside) = (self.weighed, self.beside), ([], [])
+        with self.inner.aside(micro):
+            yield
+        self.weighed, self.beside = noted
 
     def weigh(self, result: Any, weight: float, shard: int) -> Tensor:
         """A criterion's result as its part of the window's loss, 0-d.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from isobatch.data.feed import MicroBatch
     from isobatch.precision.masters import WorkingCopy
     from isobatch.reduction import Exact
+    from isobatch.reduction.protocol import Observer
 
 UNDER_WAY = 2  # buckets whose exchange may be unfinished when the next one starts: bounds the memory for messages
 
@@ -83,6 +84,7 @@ class ExactReducer:
         self.early = False
         self.repeats = False
         self.last = False
+        self.observer: Observer | None = None
 
     @property
     def replays(self) -> bool:
@@ -115,7 +117,9 @@ class ExactReducer:
         self.last = micro.is_last
         self.missing = [len(bucket.ids) for bucket in self.buckets]
         self.taken = [False] * len(self.buckets)
-        self.arrived: set[int] = set()
+        self.arrived: dict[int, None] = {}  # in the order of their arrival
+        if self.observer is not None:
+            self.observer.begins(micro)
         yield
         for b, taken in enumerate(self.taken):
             if not taken:
@@ -123,16 +127,17 @@ class ExactReducer:
 
     @contextmanager
     def aside(self, micro: MicroBatch | None) -> Iterator[None]:
-        """Around a shard before the first window: its gradients stay with the parameters, and nothing is noted."""
-        self.missing, self.arrived = [len(bucket.ids) for bucket in self.buckets], set()
+        """Around a shard of no window: its gradients stay with the parameters, and nothing is noted."""
+        self.missing, self.arrived = [len(bucket.ids) for bucket in self.buckets], {}
+        noted, (self.early, self.repeats) = (self.early, self.repeats), (False, False)
         yield
-        self.repeats = False  # what the hooks saw is for the first window to show
+        self.early, self.repeats = noted  # what the hooks saw is for a window to show
 
     def _hook(self, b: int, i: int) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
             if i in self.arrived:
                 self._arrived_again(i)
-            self.arrived.add(i)
+            self.arrived[i] = None
             self.missing[b] -= 1
             if self.early and self.missing[b] == 0:
                 self._take(b)
@@ -157,6 +162,8 @@ class ExactReducer:
                 self.touched[i] = True
                 gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
             gradients.append(gradient)
+        if self.observer is not None:
+            self.observer.gradients(self.current, self.buckets[b].ids, gradients)
         self.sums[b].leaf(self.current, gradients)
         self.taken[b] = True
         if self.last:
@@ -191,6 +198,8 @@ class ExactReducer:
                 # a half parameter with a master holds an fp32 gradient, which is handed to the master as it is
                 dtype = parameter.grad_dtype or parameter.dtype
                 parameter.grad = None if value is None or largest[i] < 0 else value.to(dtype)
+        if self.observer is not None:
+            self.observer.finished()
         return True
 
     def _agree(self) -> list[float]:
@@ -222,6 +231,8 @@ class ExactReducer:
 
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
         """Take what a shard's forward made of the running statistics, `flat` (n,)."""
+        if self.observer is not None:
+            self.observer.statistics(self.current, flat)
         self._buffer_sum(flat).leaf(self.current, [flat.clone()])
 
     def mean_buffers(self, flat: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor, nn
 
@@ -69,6 +71,22 @@ class Reducer(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Observer(Protocol):
+    """Looks on while `reduction=exact` takes shards: `reducer.observer`. Whatever it looks at stays as it is."""
+
+    def begins(self, micro: MicroBatch) -> None:
+        """A shard is about to be run."""
+
+    def statistics(self, shard: int, flat: Tensor) -> None:
+        """What the shard's forward made of the running statistics, `flat` (n,)."""
+
+    def gradients(self, shard: int, ids: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        """Some of the shard's gradients, of the reducer's parameters `ids`; their memory is used again afterwards."""
+
+    def finished(self) -> None:
+        """Every parameter holds the window's gradient, and nothing has been updated. All ranks are here."""
 
 
 class Reduction(Protocol):

@@ -160,6 +160,8 @@ class ShardStatistics:
         self.whole = True
 
     def begin(self) -> None:
+        if self.others:  # as they are now: a resume has written them
+            self.others = {n: (b, b._version) for n, b in self.model.named_buffers() if n in self.others}
         if self.flat is not None:
             self.base.copy_(self.flat)
             self.base_counts = [m.num_batches_tracked + 0 for m in self.counting]
@@ -193,12 +195,16 @@ class ShardStatistics:
 
     def _name_others(self) -> None:
         """After the first window: name what its forwards changed and no rule covers (spectral norm, a norm of one's own)."""
-        now, self.others, before = dict(self.model.named_buffers()), {}, self.others
-        found = [name for name, (b, version) in before.items() if now.get(name) is not b or b._version != version]
+        found, self.others = self.changed(), {}
         if found:
             log.warning("the forward changes buffers that the contract has no rule for (%s%s): each rank keeps what its last "
                         "shard leaves, so they may differ from plan to plan, reduction=exact or not", ", ".join(found[:3]),
                         ", ..." if len(found) > 3 else "")  # fmt: skip
+
+    def changed(self) -> list[str]:
+        """Before the first window is committed: the buffers that its forwards have changed and no rule covers."""
+        now = dict(self.model.named_buffers())
+        return [name for name, (b, version) in self.others.items() if now.get(name) is not b or b._version != version]
 
     def _end(self, values: Tensor) -> None:
         assert self.flat is not None

@@ -1,0 +1,48 @@
+"""What an audit sees of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from isobatch.batch_plan import Window
+    from isobatch.data.feed import MicroBatch, WindowData
+    from isobatch.run_folder.files import RunFiles
+    from isobatch.runtime.distributed import Ranks
+    from isobatch.train.state import TrainState
+    from isobatch.train.step import Parts
+
+Hook = Callable[["TrainState", "Parts", Iterator["WindowData"]], Iterator["WindowData"]]
+
+
+class Shards(Protocol):
+    """Where an auditor finds another rank's shard."""
+
+    def alone(self, window: Window, shard: int) -> MicroBatch: ...
+
+
+class Saves(Protocol):
+    """The checkpoints."""
+
+    inspect: Callable[[TrainState], None] | None
+
+    def save(self, state: TrainState, is_best: bool = False) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class Training(Protocol):
+    """The loop, before it begins."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def feed(self) -> Shards: ...
+
+    @property
+    def checkpointer(self) -> Any: ...
+
+    @property
+    def files(self) -> RunFiles: ...
