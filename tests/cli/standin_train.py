@@ -7,7 +7,11 @@ if __name__ == "__main__":
 
     from isobatch import launch
     from isobatch.cli.command import main
+    from isobatch.launch import parent
 
+    if "STANDIN_WATCHES" in os.environ:  # a file that appears when this process looks after its parent
+        watch = parent.end_with_parent
+        parent.end_with_parent = lambda: (watch(), open(os.environ["STANDIN_WATCHES"], "w").close())
     if "STANDIN_LATE" in os.environ:
         time.sleep(float(os.environ["STANDIN_LATE"]) * int(os.environ.get("RANK", "0")))
     launch.job.TARGET = "standin_ranks:run_job" if "parallel=ddp" in sys.argv else "standin:run_job"

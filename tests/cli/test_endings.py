@@ -61,12 +61,15 @@ def test_ranks_that_wait_to_meet_end_with_their_parent_too(tmp_path: Path) -> No
             "time.sleep(1000)")  # fmt: skip
     parent = subprocess.Popen([sys.executable, "-c", code, *COMMAND, "parallel=ddp"], cwd=tmp_path, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-                              env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{COMMAND[1].rpartition('/')[0]}"})  # fmt: skip
+                              env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{COMMAND[1].rpartition('/')[0]}",
+                                   "STANDIN_WATCHES": str(tmp_path / "watches")})  # fmt: skip
     assert parent.stdout
     pid = int(parent.stdout.readline())
-    time.sleep(3)
+    while not (tmp_path / "watches").exists():  # one whose parent was never there cannot miss it
+        time.sleep(0.1)
     parent.kill()
-    parent.communicate()
+    parent.wait()
+    parent.stdout.close()
     end = time.monotonic() + 100
     while Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2:3]:
         assert time.monotonic() < end, "the rank outlives its parent"
