@@ -25,7 +25,7 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-OPTIONAL = ("trackio",)  # packages that `.[test]` leaves out: see pyproject.toml
+OPTIONAL = ("trackio", "mlflow")  # packages that `.[test]` leaves out: see pyproject.toml
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -177,6 +178,30 @@ class Trackio:
 
 
 @dataclass(frozen=True)
+class MLflow:
+    """
+    Args:
+        project: the experiment.
+        tracking_uri: of the server; null = MLFLOW_TRACKING_URI.
+    """
+
+    name: str = "mlflow"
+    project: str = "isobatch"
+    tracking_uri: str | None = None
+
+    def check(self) -> None:
+        need("mlflow", "mlflow", "pip install 'isobatch[mlflow]'")
+        if not (self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")):
+            raise ConfigError("logger.tracking_uri", None, "names no server, and neither does MLFLOW_TRACKING_URI",
+                              "set logger.tracking_uri=http://HOST:5000")  # fmt: skip
+
+    def build(self, info: RunInfo) -> Logger:
+        from isobatch.logger.mlflow import MLflowLogger
+
+        return MLflowLogger(self, info)
+
+
+@dataclass(frozen=True)
 class Csv:
     """metrics.csv."""
 
@@ -192,7 +217,7 @@ class Csv:
 
 
 @dataclass(frozen=True)
-class Several(WeightsAndBiases, TensorBoard):
+class Several(WeightsAndBiases, TensorBoard, MLflow):
     """More than one logger at once; each takes its own options from here.
 
     Args:
@@ -239,6 +264,7 @@ TABLE: dict[str, Any] = {
     "wandb": WeightsAndBiases,
     "tensorboard": TensorBoard,
     "trackio": Trackio,
+    "mlflow": MLflow,
     "csv": Csv,
     "several": Several,
 }
