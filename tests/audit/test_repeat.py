@@ -125,8 +125,10 @@ def test_a_sweep_with_a_tolerance_is_told_of_less_and_stopped_by_more(tmp_path: 
         run.run_job(faulty("backward", "sweep.tolerance=1e-9"), tmp_path / "little", Ranks())
 
 
-@pytest.mark.parametrize(("strategy", "words"), [("ddp", ("reduction=exact",)), ("ddp", ("deterministic=true",)),
-                                                 ("fsdp", ("deterministic=true",))])  # fmt: skip
+@pytest.mark.parametrize(("strategy", "words"), [
+    ("ddp", ("reduction=exact",)), ("ddp", ("deterministic=true",)),
+    pytest.param("fsdp", ("deterministic=true",), marks=pytest.mark.slow),
+])  # fmt: skip
 def test_all_ranks_end_with_the_same_line(tmp_path: Path, strategy: str, words: tuple[str, ...]) -> None:
     def work(ranks: Ranks) -> str:
         # of 6 shards on 7 ranks: the last has none; rank 3 alone meets the fault, but where weights are gathered

@@ -85,6 +85,7 @@ def test_an_interpolation_that_leads_nowhere_is_one_line_and_stands_in_the_folde
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_is_one_line_and_takes_no_other_job_down(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ended = run([*COMMAND, "hydra.run.dir=file/run"], tmp_path)

@@ -35,6 +35,7 @@ def test_a_sweep_in_one_process_runs_every_job_and_tells_each_failure_once(tmp_p
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_sweep_on_own_ranks_goes_on_after_one_rank_failed(tmp_path: Path) -> None:
     typed_in = tmp_path / "typed_in"
     for file in ("train/cat/a.jpg", "train/dog/b.jpg", "val/cat/c.jpg", "val/dog/d.jpg"):  # only their names are read
@@ -177,6 +178,7 @@ def test_sigkill_leaves_a_summary_and_no_process(tmp_path: Path, options: list[s
     assert "was killed" in summary(tmp_path / "run")["error"]
 
 
+@pytest.mark.slow
 def test_torchrun_sweeps_in_step_and_needs_no_fixed_port(tmp_path: Path) -> None:
     with torchruns_port_taken():
         ended = run([*TORCHRUN, "-m", "parallel=ddp", "accumulation=1,2,3"], tmp_path, STANDIN="fail1", STANDIN_AT="2")

@@ -38,7 +38,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     return on_one_process(tmp_path_factory.mktemp("one"), jobs(6, QUICK))
 
 
-@pytest.mark.parametrize("plan", [*DP, *DDP], ids=lambda plan: plan.name)
+ALWAYS = (DP[0], DDP[1], DDP[5])  # the others, and 200 steps of all, in `make test-all`
+
+
+@pytest.mark.parametrize("plan", [pytest.param(plan, id=plan.name, marks=() if plan in ALWAYS else pytest.mark.slow)
+                                  for plan in (*DP, *DDP)])  # fmt: skip
 def test_every_plan_trains_the_same_bits(tmp_path: Path, one: dict[str, Trace], plan: Plan) -> None:
     for name, ranks in traces(tmp_path, plan, jobs(6, QUICK), limit_s=200).items():
         assert differences(one[name], ranks) == [], f"{plan.name}: {name}"

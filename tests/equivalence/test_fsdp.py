@@ -48,8 +48,12 @@ def on(plan: Plan, folder: Path, model: str, *words: str) -> list[Trace]:
     return traces(folder, plan, {"job": made_for(model, *words)})["job"]
 
 
+LATER = pytest.mark.slow  # make test-all
+
+
 @pytest.mark.parametrize("plan", [
-    UNEVEN, IDLE, options(UNEVEN, "whole", *WHOLE), options(IDLE, "whole", *WHOLE, "parallel.blocks=[]"),
+    UNEVEN, pytest.param(IDLE, marks=LATER), pytest.param(options(UNEVEN, "whole", *WHOLE), marks=LATER),
+    options(IDLE, "whole", *WHOLE, "parallel.blocks=[]"),
     options(UNEVEN, "hybrid", "parallel.shard_size=2", "parallel.reduce_between_micro_steps=false"),
 ], ids=lambda plan: plan.name)  # fmt: skip
 def test_the_same_as_one_process(tmp_path: Path, alone: dict[str, Trace], plan: Plan) -> None:
@@ -62,7 +66,7 @@ def test_the_same_as_one_process(tmp_path: Path, alone: dict[str, Trace], plan: 
     assert len({(trace.weights, trace.ema, trace.optimizer) for trace in found}) == 1
 
 
-@pytest.mark.parametrize("plan", [UNEVEN, IDLE], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [pytest.param(UNEVEN, marks=LATER), IDLE], ids=lambda plan: plan.name)
 def test_batch_norm_dropout_and_branches_that_only_some_shards_take(tmp_path: Path, alone: dict[str, Trace],
                                                                     plan: Plan) -> None:  # fmt: skip
     """Ranks without a shard touch neither statistics nor generators; a branch that no shard takes gets no decay."""

@@ -107,7 +107,8 @@ def heads(*words: str, of: list[float] = HEADS, spare: bool = False) -> tuple[st
 
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize(("strategy", "world_size", "effective"), [
-    ("ddp", 2, 4), ("ddp", 2, 8), ("ddp", 3, 4), ("ddp", 3, 12), ("fsdp", 2, 4), ("fsdp", 2, 8),
+    ("ddp", 3, 4), ("fsdp", 2, 4),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", 2, 4), ("ddp", 2, 8), ("ddp", 3, 12), ("fsdp", 2, 8))),
 ])  # fmt: skip
 def test_samples_that_use_other_heads_train_as_in_one_process(tmp_path: Path, strategy: str, world_size: int, effective: int,
                                                               spare: bool) -> None:  # fmt: skip
