@@ -244,7 +244,7 @@ class Run:
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
             eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if config.eval_every else plan.ahead,
-            stop_requested=STOP.asked, pace=pace.watched(config, state, ranks, device),
+            stop_requested=STOP.asked, pace=pace.watched(config, state, ranks, device), chain=rules.chain,
         )  # fmt: skip
         self.loop.audit = hooks.wanted(config, self.loop, lanes, seed.all, withdraw)
 

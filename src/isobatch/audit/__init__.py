@@ -11,6 +11,7 @@ from isobatch.errors import ConfigError
 from isobatch.marks import Marks
 
 if TYPE_CHECKING:
+    from isobatch.audit.chain import Chain
     from isobatch.audit.watched import Hook, Training
 
 ON_MISMATCH = ("stop", "warn", "exclude")
@@ -25,9 +26,27 @@ class Choices(Protocol):
 
 @dataclass(frozen=True)
 class NoAudit:
-    """Trust the hardware."""
+    """Trust the hardware.
+
+    Args:
+        state: steps from one digest of the training state to the next, in metrics.jsonl; `auto`: under reduction=exact, at
+            evaluations; null: none.
+    """
 
     name: str = "none"
+    state: int | str | None = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.state, str):
+            choice("audit.state", self.state, ("auto",))
+        elif self.state is not None:
+            positive("audit.state", self.state)
+
+    def chain(self, exact: bool) -> Chain:
+        """The digests of a training that `exact` is promised of, or not."""
+        from isobatch.audit.chain import Chain
+
+        return Chain(self.state) if isinstance(self.state, int) else Chain(evaluations=exact and self.state is not None)
 
     def check_with(self, config: Choices) -> None:
         """Refuse what cannot be done together with the choices of other groups.
@@ -60,6 +79,7 @@ class Replay(NoAudit):
     on_mismatch: str = "stop"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive("audit.every", self.every)
         choice("audit.on_mismatch", self.on_mismatch, ON_MISMATCH)
 

@@ -13,7 +13,7 @@ from isobatch.run_folder.reading import METRICS, Unreadable, lines, open_file
 
 # what a clock or a memory meter says differs between any two runs
 MEASURED = ("perf/", "memory/", "time/", "mfu")
-MEASURED_KEYS = {"time_s", "_timestamp", "_runtime"}
+MEASURED_KEYS = {"time_s", "_timestamp", "_runtime", "audit/chain"}  # a chain follows from its links, and from where they are
 
 Key = tuple[int, int]  # step, and 0 for a row of training, 1 for an evaluation
 

@@ -50,6 +50,8 @@ def summarize(run: Run, ending: str, error: BaseException | None) -> dict[str, A
             "weights_sha256": digest(run, ending),
             "perf": {"samples_per_s": loop.samples_per_s()},
         }  # fmt: skip
+        if audited := loop.chain.state_dict():
+            summary["audit"] = audited
         if loop.ending is not None:
             summary["reason"] = loop.ending.reason
         summary["time"]["train_s"] = loop.clock.train_s

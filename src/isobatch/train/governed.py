@@ -1,10 +1,11 @@
-"""What bounds and ends a training beside the step: schedule, stopping rules, clipping; built together, and checked."""
+"""What stands beside the step: schedule, stopping rules, clipping, the chain of digests; built together, and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from isobatch.audit.chain import Chain
 from isobatch.clip.clipping import Clipping, held_back
 from isobatch.optimizer.groups import held_until
 from isobatch.scheduler import Schedule
@@ -23,10 +24,11 @@ class Governed(NamedTuple):
     schedule: Schedule
     stopping: Stopping
     clip: Clipping
+    chain: Chain
 
     @property
     def followers(self) -> dict[str, Follower]:
-        return {"schedule": self.schedule, "stop": self.stopping}
+        return {"schedule": self.schedule, "stop": self.stopping, "audit": self.chain}
 
 
 def governed(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, total: int, plan: BatchPlan,
@@ -39,7 +41,8 @@ def governed(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer,
     """
     per_epoch = plan.windows_per_epoch
     clip = held_back(config.clip.build(model, config.max_grad_norm), held_until(optimizer, total, per_epoch))
-    found = Governed(Schedule(config.scheduler, total, per_epoch, plan.ahead), config.stop.build(), clip)
+    found = Governed(Schedule(config.scheduler, total, per_epoch, plan.ahead), config.stop.build(), clip,
+                     config.audit.chain(config.reduction.exact))  # fmt: skip
     for follower in (found.schedule, found.stopping, config.checkpoint):
         follower.check(metrics)
     return found

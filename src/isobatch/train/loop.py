@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from isobatch.audit.chain import Chain
 from isobatch.checkpoint import Checkpointer
 from isobatch.checkpoint.saving import SAVE_NOW
 from isobatch.console import Console
@@ -76,6 +77,7 @@ class Loop:
     ahead: int = 0  # of the steps that evaluations are counted by (BatchPlan.ahead)
     evaluated: Callable[[], None] = lambda: None  # what follows an evaluation while training
     audit: Callable[[TrainState, Parts, Iterator[WindowData]], Iterator[WindowData]] | None = None
+    chain: Chain = field(default_factory=Chain)
     ending: Ending | None = None  # how a rule has ended the run before its length was up
     pace: Pace | None = None
     clock: Clock = field(default_factory=Clock)
@@ -121,7 +123,8 @@ class Loop:
         timed_from = state.step + self.warmup
         for data in windows:
             lr = self._set_lr()
-            log_now = (state.step + 1) % self.log_every == 0 or state.step + 1 == self.total_steps
+            chained = self.chain.due(state.step + 1)
+            log_now = chained or (state.step + 1) % self.log_every == 0 or state.step + 1 == self.total_steps
             applied, norm = train_step(state, self.parts, data, want_norm=log_now)
             if self.pace is not None:
                 self.pace = self.pace.step(self.feed.waited)
@@ -134,6 +137,7 @@ class Loop:
             if log_now or state.step == 1:
                 self.flush()
                 row, numbers = self._row(data, lr, norm)
+                row |= self.chain.link(state) if chained else {}
                 if at_once := self.parts.device.type == "cpu" or state.step == 1 or self._pauses(state.step):
                     accelerator.wait(self.parts.device)  # what comes next needs the row, or a clock that is right
                 seconds = self.clock.lap()
@@ -219,6 +223,8 @@ class Loop:
         if self.log_weights:
             flat = torch.cat([whole(p).detach().reshape(-1) for p in state.parameters])
             row["weights"] = [round(w, 6) for w in flat[: self.log_weights].tolist()]
+        if both and self.chain.evaluations:
+            row |= self.chain.link(state)
         self.files.row(row)
         self.console.evaluation(row, improved)
         return better is not None
@@ -267,5 +273,5 @@ class Loop:
     def _log(self, row: dict[str, Any]) -> None:
         self.last_train = row
         self.files.row(row)
-        self.logger.log(row)
+        self.logger.log({key: value for key, value in row.items() if not key.startswith("audit/")})
         self.console.step(row)
