@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BatchOptions:
     effective: int | None = 48
-    shard: int | None = None  # null: the micro batch
+    shard: int | None = 8  # null: the micro batch
     micro: Any = None  # a positive integer, null, or `auto`: the largest that fits
     eval: int | None = None  # of an evaluation; null: as the micro batch
 
