@@ -31,6 +31,7 @@ ADDED = {
     "experiment=article": "",
     "reduction=exact sweep": "steps=2 model=mlp",
     "experiment=equivalence": "steps=2 model=mlp",
+    "experiment=memory": "steps=2 eval_every=2 model.arch=test_resnet batch.micro=8,64",
     "experiment=strategies": "steps=4 warmup=2 log_every=2 eval_every=4 plan=one,ddp2 precision=O0,O2",
     "sweep.dry_run": "",
     "model=custom": FEW,
@@ -80,9 +81,9 @@ pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on 
 
 
 # many ranks or many jobs: their parts have small tests of their own, so these run in `make test-all`
-LONG = ("experiment=article", "reduction=exact batch.micro=8", "task=plan", "sweep.tolerance=0", "experiment=strategies",
-        "experiment=equivalence", "parallel=fsdp", "experiment=digits", "experiment=finetune", "torchrun --nproc_per_node=2",
-        "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=predict", "task=export", "task=replay",
+LONG = ("experiment=article", "reduction=exact parallel=ddp", "task=plan", "sweep.tolerance=0", "experiment=strategies",
+        "experiment=equivalence", "experiment=memory", "parallel=fsdp", "experiment=digits", "experiment=finetune",
+        "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=predict", "task=export", "task=replay",
         "resume=runs/first epochs")  # fmt: skip
 
 

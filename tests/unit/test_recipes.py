@@ -22,7 +22,7 @@ from isobatch.runtime.distributed import Ranks
 from isobatch.scheduler import Schedule
 
 RECIPES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
-SWEEPS = {"equivalence", "strategies"}  # tests of their own: what they compare is the sweep
+SWEEPS = {"equivalence", "memory", "strategies"}  # tests of their own: what they compare is the sweep
 IMAGENET = 1_281_167
 FEW = ("logger=none", "threads=1", "epochs=null", "steps=3", "log_every=1", "eval_every=3", "batch.effective=6",
        "batch.micro=3", "batch.shard=null")  # fmt: skip
