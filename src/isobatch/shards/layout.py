@@ -95,7 +95,8 @@ def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     which fully_shard's hooks could not bear."""
     import torch
 
-    return torch.ops.aten._unsafe_view(tensor, shape)  # type: ignore[no-any-return]
+    whole = tensor.contiguous()  # a stack of channels_last is channels_last_3d
+    return torch.ops.aten._unsafe_view(whole, shape)  # type: ignore[no-any-return]
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
