@@ -25,7 +25,8 @@ from isobatch.train import loop
 
 LEVELS = ("fp32", "tf32", "amp", "bf16", "O2", "bf16_pure", "O3")  # O0 is fp32, O1 is amp
 COMPILED = ("fp32", "amp", "bf16", "O2")
-LARGE = ("model=resnet50", "data.image_size=224", "data.num_classes=1000", "data.samples=1280", "batch.effective=128")
+LARGE = ("model=resnet50", "data.image_size=224", "data.num_classes=1000", "data.samples=1280", "batch.effective=128",
+         "batch.shard=null")  # fmt: skip
 # 48 px leave 2 x 2 in the last layers: a 3 x 3 convolution of half tensors over 1 x 1 reads what nobody wrote on some CPUs
 SMALL = ("model=timm", "model.arch=test_resnet", "data.image_size=48", "data.samples=32", "batch.effective=4", "threads=1")
 BASE = (

@@ -167,8 +167,9 @@ def first_step(rounds: int = 5) -> float:
         for round_ in range(rounds + 1):
             taken = []
             for command in ([sys.executable, "-c", bare],
-                            [sys.executable, train, *RESNET, "batch.effective=16", "epochs=null", "steps=1", "threads=1",
-                             "data.eval_samples=1", "data.samples=16", "optimizer=sgd", "logger=none"]):  # fmt: skip
+                            [sys.executable, train, *RESNET, "batch.effective=16", "batch.shard=null", "epochs=null", "steps=1",
+                             "threads=1", "data.eval_samples=1",
+                             "data.samples=16", "optimizer=sgd", "logger=none"]):  # fmt: skip
                 start = time.perf_counter()
                 subprocess.run(command, check=True, cwd=folder, capture_output=True)
                 taken.append(time.perf_counter() - start)

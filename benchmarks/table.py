@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-NAMES = ("loop", "reduction", "data")
+NAMES = ("loop", "shards", "reduction", "data")
 
 
 class Row(NamedTuple):

@@ -128,7 +128,9 @@ class Run:
         total = config.steps or plan.ahead + config.epochs * plan.windows_per_epoch  # type: ignore[operator]
         self.config = config = dataclasses.replace(config, ema=in_updates(config.ema, total, plan.windows_per_epoch))
         self.plan = {**plan.as_dict(), "world_size": self.world.world_size}
-        ahead = preview(config, model, splits, batch, device) if ranks.is_main else Preview()
+        sharing = decide(config, model, splits, plan, self.world, device) if looks_ahead else Sharing(1)
+        held = dataclasses.replace(batch, at_once=sharing.at_once)
+        ahead = preview(config, model, splits, held, device) if ranks.is_main else Preview()
         self.files.plan({
             "format": layout.FORMAT, **self.plan,
             "steps_per_epoch": plan.windows_per_epoch, "steps": total, "samples_per_epoch": plan.epoch_size,
@@ -144,7 +146,6 @@ class Run:
         together = batch_norm.decided_by(model, config.model.batch_norm)
         resumed = self.resume.check(facts, identity, config.reduction.exact, together, plan)
         self.console = make_console(ranks.is_main, total, plan.windows_per_epoch, plan.ahead)
-        sharing = decide(config, model, splits, plan, self.world, device) if looks_ahead else Sharing(1)
         notes = [*splits.info.notes, *resumed, *chosen.words, *([sharing.note] if sharing.note else [])]
         if self.task.trains:
             notes += filter(None, (config.ema.note(total), config.audit.note(total)))
@@ -167,8 +168,7 @@ class Run:
         batches = micro.candidates(effective, accumulation, replicas, shard)
         return micro.choose(self.config, model, splits, batches, self.ranks, self.device)
 
-    def assemble(self, model: torch.nn.Module, splits: Splits, plan: BatchPlan, total: int,
-                 sharing: Sharing) -> None:  # fmt: skip
+    def assemble(self, model: torch.nn.Module, splits: Splits, plan: BatchPlan, total: int, sharing: Sharing) -> None:
         config, ranks, device = self.config, self.ranks, self.device
         if config.model.batch_norm == "sync":
             model = batch_norm.synchronised(model)

@@ -106,7 +106,7 @@ JOBS = {
     "bin64 fp16": job(*BASE, *AUDITED, "reduction.method=bin64", "precision=amp", "precision.dtype=float16",
                       "precision.loss_scale=2097152"),
     "half weights": job(*BASE, *AUDITED, "precision=O2", "precision.dtype=bfloat16", "optimizer=adamw", "max_grad_norm=0.5"),
-    "views": job(*BASE, *AUDITED, "loss=jsd", "batch.micro=11"),
+    "views": job(*BASE, *AUDITED, "loss=jsd", "batch.micro=11", "batch.shard=null"),
     "taught": job(*BASE, *AUDITED, "loss=distill", "loss.teacher.arch=test_resnet"),
     "mixed": job(*BASE, *AUDITED, "augment=mixup"),
     "sharpness": job(*BASE, *AUDITED, "optimizer.sam=0.05", "reduction.method=bin64"),

@@ -83,8 +83,8 @@ pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on 
 # many ranks or many jobs: their parts have small tests of their own, so these run in `make test-all`
 LONG = ("experiment=article", "reduction=exact parallel=ddp", "task=plan", "sweep.tolerance=0", "experiment=strategies",
         "experiment=equivalence", "experiment=memory", "parallel=fsdp", "experiment=digits", "experiment=finetune",
-        "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=predict", "task=export", "task=replay",
-        "resume=runs/first epochs")  # fmt: skip
+        "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=predict",
+        "task=export", "task=replay", "resume=runs/first epochs")  # fmt: skip
 
 
 @pytest.mark.timeout(220)

@@ -22,8 +22,8 @@ from isobatch.runtime.distributed import Ranks
 
 WORDS = ("logger=none", "threads=1", "scheduler=constant", "data=custom", "data.name=test_trees", "data.num_workers=0",
          "model=custom", "model.name=test_tree", "loss=custom", "loss.name=test_tree", "optimizer=sgd", "optimizer.lr=0.1",
-         "epochs=null", "steps=3", "eval_every=3", "log_every=1", "batch.effective=9", "batch.micro=3", "checkpoint=none",
-         "sampler=sequential")  # fmt: skip
+         "epochs=null", "steps=3", "eval_every=3", "log_every=1", "batch.effective=9", "batch.micro=3",
+         "batch.shard=null", "checkpoint=none", "sampler=sequential")  # fmt: skip
 
 
 class Samples(Dataset[tuple[Any, Any]]):

@@ -66,7 +66,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
 WORDS = ("logger=none", "threads=1", "scheduler=constant", "data=custom", "data.name=test_lines", "data.num_classes=5",
          "data.num_workers=0", "model=custom", "model.name=test_tokens", "optimizer=sgd", "optimizer.lr=0.1",
          "optimizer.momentum=0", "optimizer.weight_decay=0", "epochs=null", "steps=3", "eval_every=3", "log_every=1",
-         "batch.effective=9", "checkpoint=none", "sampler=sequential")  # fmt: skip
+         "batch.effective=9", "batch.shard=null", "checkpoint=none", "sampler=sequential")  # fmt: skip
 PLANS = {"single": (1, "batch.micro=2"), "together": (1, "batch.shard=2", "batch.micro=6"),
          "dp": (1, "parallel=dp", "parallel.replicas=2", "batch.micro=2"),
          "ddp2": (2, "parallel=ddp", "batch.micro=2"), "ddp3": (3, "parallel=ddp", "batch.micro=3"),

@@ -35,19 +35,20 @@ def decide(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, ra
     batch = plan.batch
     if batch.at_once == 1:
         return Sharing(1)
-    if (reason := forbidden(config, device)) is None:
-        found = known(model) or ranks.broadcast_object(_tried(config, model, splits, plan, device) if ranks.is_main else None)
-        if found.coupling is None:
-            return Sharing(batch.at_once, found.apart)
-        reason = f"the model {found.coupling}"
-    return Sharing(1, note=f"one shard a forward, whatever batch.micro says: {reason}; memory and speed are those of "
-                   f"{batch.shard} samples at once")  # fmt: skip
-
-
-def forbidden(config: Config, device: torch.device) -> str | None:
-    """The setting under which a forward is one shard's, with the reason; None: there is none."""
     if config.reduction.exact:
-        return "reduction=exact needs every kernel to see a shard alone"
+        reason: str | None = "reduction=exact needs every kernel to see a shard alone"
+    else:
+        found = known(model) or ranks.broadcast_object(_tried(config, model, splits, plan, device) if ranks.is_main else None)
+        reason = f"the model {found.coupling}" if found.coupling else unwatched(config, device) if found.apart else None
+        if reason is None:
+            return Sharing(batch.at_once, found.apart)
+    return Sharing(1, note=f"one shard a forward, whatever batch.micro says: {reason}; memory and speed are those of "
+                   f"{batch.shard} samples at once, and a larger batch.shard is faster (another training for what depends on "
+                   "it)")  # fmt: skip
+
+
+def unwatched(config: Config, device: torch.device) -> str | None:
+    """The setting under which nothing can keep apart what a model draws or normalises; None: there is none."""
     if config.compile:
         return f"compile={str(config.compile).lower()} runs past what keeps shards apart"
     if config.cuda_graph and device.type == "cuda":
