@@ -1,7 +1,10 @@
-"""How many cores a process may use: affinity and the quotas of control groups, v1 and v2, as files."""
+"""How many cores a process may use: affinity and the quotas of control groups, v1 and v2, as files; and
+what it does about cores that others use too."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,40 @@ def test_affinity_counts_where_it_is_less(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5})
     write(tmp_path / "cgroup" / "cpu.max", "400000 100000")
     assert usable(tmp_path) == 2 and cores.numbers() == [3, 5]
+
+
+SAID = """
+import os, sys
+from isobatch.cli.command import main
+sys.argv = ["train.py", "--config-dir=nowhere"]
+try: main()
+except SystemExit: pass
+print("torch" in sys.modules, os.environ.get("GOMP_SPINCOUNT"), os.environ.get("KMP_BLOCKTIME"))
+"""
+
+
+def test_the_command_lets_threads_sleep_before_torch_starts_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", *cores.WAITING):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run([sys.executable, "-c", SAID], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False 1000 1"
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_what_a_person_has_set_stays(name: str) -> None:
+    environ = {name: "5"}
+    cores.let_go(environ)
+    assert environ == {name: "5"}
+
+
+@pytest.mark.parametrize(("text", "share"), [
+    ("3000000000 1000000000 7", 0.25), ("1000000000 0 7", 0.0), ("100000000 200000000 7", None), ("", None), ("x y", None),
+])  # fmt: skip
+def test_a_process_knows_how_long_it_has_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str,
+                                               share: float | None) -> None:  # fmt: skip
+    monkeypatch.setattr(cores, "LEAST_S", 1.0)
+    write(tmp_path / "schedstat", text)
+    assert cores.waited(tmp_path / "schedstat") == share and cores.waited(tmp_path / "none") is None
 
 
 def test_there_is_one_place_that_asks() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from harness import BASE, plain, train
 
 from isobatch.config import load
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
+from isobatch.runtime.distributed import Ranks
 
 
 def test_gpus_that_are_not_there_and_replicas_without_work_are_named(
@@ -43,3 +45,17 @@ def test_an_exact_run_on_one_core_is_told_that_more_give_the_same_bits(
     note = "reduction=exact keeps one core busy; parallel=ddp parallel.nproc=4 gives the same bits sooner"
     assert note in said("many") and "keeps one core busy" not in said("one", "batch.effective=8")
     assert "keeps one core busy" not in said("fast", "reduction=fast")
+
+
+def test_more_work_than_cores_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from isobatch.planner.notes import crowded
+
+    def said(words: str, ranks: int = 1, share: float | None = None, kind: str = "cpu") -> str:
+        monkeypatch.setattr("isobatch.runtime.cores.usable", lambda: 4)
+        monkeypatch.setattr("isobatch.runtime.cores.waited", lambda: share)
+        return "\n".join(crowded(load(plain(*BASE, words)), Ranks(0, ranks, 0, ranks), torch.device(kind)))
+
+    assert said("threads=4") == said("threads=null", 8) == said("threads=2", 2, 0.1) == said("threads=8", kind="cuda") == ""
+    assert said("threads=8").startswith("threads=8 are more than the 4 core(s) of this process: ")
+    assert said("threads=3", 2).startswith("threads=3 on each of 2 ranks are more than the 4 core(s)")
+    assert said("threads=1", 1, 0.874).startswith("the cores are busy: 87 % of its time so far this process has waited")

@@ -36,6 +36,7 @@ from isobatch.logger import artifacts
 from isobatch.resume import saved_settings
 from isobatch.run_folder import layout, lock
 from isobatch.run_folder.files import write_text
+from isobatch.runtime import cores
 from isobatch.runtime.distributed import joined, ranks_from_environment
 from isobatch.sweeps import launchers
 
@@ -133,6 +134,7 @@ def main() -> None:
     logging.raiseExceptions = False  # a line that train.log cannot take (disk full) is no reason for a traceback
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # `imports=[my_models]` finds the user's own module from the console script too
+    cores.let_go()  # before torch reads it
     code = 1
     try:
         schedulers.join()

@@ -16,6 +16,7 @@ from isobatch.runtime import cores
 from isobatch.runtime.distributed import Ranks
 from isobatch.train.batch_norm import tracking_layers
 
+BUSY = 0.25  # of its time that a process waits for a core: more, and no figure of speed is steady
 USUAL_SHARD = 32  # samples that batch norm is mostly used with (Wu and He 2018: error grows below 16)
 
 
@@ -63,8 +64,22 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
         found.append(f"cuda_graph=true: micro steps are recorded after two windows and replayed{apart}")
     if device.type == "cpu" and config.device is None and (reason := unusable_gpus()):
         found.append(reason)
+    found += crowded(config, ranks, device)
     if config.sampler.tail == "pad" and plan.epoch_size > plan.order_size:
         found.append(f"sampler.tail=pad repeats {plan.epoch_size - plan.order_size} sample(s) in every epoch")
+    return found
+
+
+def crowded(config: Config, ranks: Ranks, device: torch.device) -> list[str]:
+    """Cores that more wants than there are."""
+    mine, found = cores.usable(), []
+    if device.type == "cpu" and (config.threads or 0) * ranks.local_world_size > mine:
+        several = f" on each of {ranks.local_world_size} ranks" if ranks.local_world_size > 1 else ""
+        found.append(f"threads={config.threads}{several} are more than the {mine} core(s) of this process: they wait for each "
+                     "other; threads=null shares the cores")  # fmt: skip
+    if (share := cores.waited() or 0.0) > BUSY:
+        found.append(f"the cores are busy: {100 * share:.0f} % of its time so far this process has waited for one; no figure "
+                     "of speed will be steady, and fewer threads or ranks lose less")  # fmt: skip
     return found
 
 

@@ -1,12 +1,20 @@
-"""How many cores this process may use: by its affinity, and by the quota of its control group (a container's CPU limit)."""
+"""Cores on a machine that others use too: how many are this process's (by affinity, and by the quota of its control group, a
+container's CPU limit), how long it had to wait for one, and threads that let go of theirs while they wait.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 PROC = Path("/proc/self/cgroup")
+TIMES = Path("/proc/self/schedstat")
+LEAST_S = 1.0  # of a process: before, what it had to wait says nothing
+# OpenMP's threads look this long for the next piece of work before they sleep, GNU's in rounds of a loop, LLVM's in ms. Their
+# own defaults (a millisecond and more, 200 ms) burn the cores that the others need to get there.
+WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 
 
 def numbers() -> list[int]:
@@ -31,6 +39,21 @@ def quota_cores(root: Path = ROOT, proc: Path = PROC) -> float | None:
     """
     found = [quota for folder in _groups(root, proc) if (quota := _quota(folder)) is not None]
     return min(found, default=None)
+
+
+def let_go(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Threads of kernels sleep while they have nothing to do. For what is not yet imported; what a person has set, stays."""
+    if not {"OMP_WAIT_POLICY", *WAITING} & set(environ):
+        environ.update(WAITING)
+
+
+def waited(times: Path = TIMES) -> float | None:
+    """Share of its time that this process has spent waiting for a core, while it could have run; None = not known (yet)."""
+    try:
+        ran, stood = (int(word) / 1e9 for word in _text(times).split()[:2])
+    except ValueError:
+        return None
+    return stood / (ran + stood) if ran + stood >= LEAST_S else None
 
 
 def _groups(root: Path, proc: Path) -> list[Path]:
