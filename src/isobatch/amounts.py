@@ -58,3 +58,9 @@ def in_updates(options: Any, total: int, per_epoch: int) -> Any:
         elif value is not None:
             made[key] = updates(value, total, per_epoch)
     return dataclasses.replace(options, **made) if made else options
+
+
+def lengths_in_updates(config: Any, total: int, per_epoch: int) -> Any:
+    """`config` with the lengths that its groups name in updates of a run of `total`."""
+    return dataclasses.replace(config, **{group: in_updates(getattr(config, group), total, per_epoch)
+                                          for group in ("ema", "augment")})  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 
 from isobatch import better, tasks
 from isobatch import config as configuration
-from isobatch.amounts import in_updates
+from isobatch.amounts import lengths_in_updates
 from isobatch.audit import hooks
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config
@@ -126,7 +126,7 @@ class Run:
         if looks_ahead := self.task.trains or self.task.built == "plan":
             graph.check(config, batch.accumulation_steps, device)
         total = config.steps or plan.ahead + config.epochs * plan.windows_per_epoch  # type: ignore[operator]
-        self.config = config = dataclasses.replace(config, ema=in_updates(config.ema, total, plan.windows_per_epoch))
+        self.config = config = lengths_in_updates(config, total, plan.windows_per_epoch)
         self.plan = {**plan.as_dict(), "world_size": self.world.world_size}
         sharing = decide(config, model, splits, plan, self.world, device) if looks_ahead else Sharing(1)
         held = dataclasses.replace(batch, at_once=sharing.at_once)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from harness import BASE, train, train_ranks
 from test_data_files import photo
 
 from isobatch.augment.mixing import ShardMixer
@@ -24,7 +25,8 @@ from isobatch.errors import ConfigError
 from isobatch.runtime.randomness import seed_sample
 from isobatch.shards.layout import Lanes
 
-EVERYTHING = {"flip": 0.5, "erase": 1.0, "color_jitter": 0.4}
+EVERYTHING = {"flip": 0.5, "erase": 1.0, "color_jitter": 0.4, "vflip": 0.5, "jitter_prob": 0.7, "grey": 0.4, "blur": 0.5,
+              "erase_mode": "rand", "erase_count": 2}  # fmt: skip
 RECIPES = ["simple", "randaugment", "autoaugment", "augmix"]
 
 
@@ -34,7 +36,7 @@ def test_an_augmented_file_depends_on_its_seed_alone(tmp_path: Path, recipe: str
         for i in range(4):
             photo(tmp_path / split / "ab"[i // 2] / f"{i}.jpg", (64, 48), seed=i)
     data = options("data", {"name": "image_folder", "root": str(tmp_path), "image_size": 16})
-    augment = options("augment", {"name": recipe, "erase": 0.5})
+    augment = options("augment", {"name": recipe, **EVERYTHING, "random_interpolation": True})
     split = data.load(augment.sample_transform(data), 0).train
 
     def read(workers: int, epoch: int, size: int) -> torch.Tensor:
@@ -86,6 +88,71 @@ def test_the_parts_of_a_transform() -> None:
     areas = [w * h / (64 * 48) for _, _, w, h in (crop.box(64, 48) for _ in range(200))]
     assert min(areas) > 0.17 and max(areas) < 0.53
     assert crop(torch.rand(3, 20, 30)).shape == (3, 8, 8)
+
+
+def test_each_option_does_what_it_says() -> None:
+    image = torch.linspace(0, 1, 3 * 16 * 16).view(3, 16, 16)
+
+    def changed(seed: int = 0, **given: Any) -> torch.Tensor:
+        seed_sample(0, 0, seed)
+        return SampleTransform(crop="none", flip=0, mean=(0.5, 0.4, 0.3), **given)(image)
+
+    assert changed(vflip=1.0).equal(image.flip(1))
+    grey = changed(grey=1.0)
+    assert grey[0].equal(grey[1]) and grey[0].equal(grey[2])
+    assert (changed(blur=1.0) - image).abs().max() > 0.01
+    jittered = [not changed(seed, color_jitter=0.5, jitter_prob=0.5).allclose(image, atol=0.01) for seed in range(12)]
+    assert 1 < sum(jittered) < 11
+    for mode, values in (("const", 1), ("rand", 1), ("pixel", 8)):
+        erased = changed(erase=1.0, erase_mode=mode)
+        filled = erased[:, (erased != image).all(0)]
+        assert filled.shape[1] and len(filled[0].unique()) >= values and (values == 8 or len(filled[0].unique()) == 1), mode
+    assert changed(erase=1.0, erase_mode="const")[:, 8].unique().numel() and any(
+        len(changed(seed, erase=1.0, erase_mode="rand", erase_count=4)[0].flatten().unique()) < 256 for seed in range(3))
+    ways = {SampleTransform(random_interpolation=True).way() for _ in range(40)}
+    assert ways == {"bilinear", "bicubic"} and SampleTransform().way() == "bilinear"
+
+
+def test_a_blur_fits_into_any_image() -> None:
+    for side in (2, 3, 8, 23, 24, 224):
+        blurred = SampleTransform(crop="resized", size=side, blur=1.0)(torch.rand(3, 30, 30))
+        assert blurred.shape == (3, side, side)
+
+
+@pytest.mark.parametrize(("values", "key"), [({"jitter_prob": 0.5}, "jitter_prob"), ({"erase_mode": "rand"}, "erase_mode"),
+                                             ({"erase_count": 2}, "erase_count")])  # fmt: skip
+def test_what_would_do_nothing_is_refused(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"augment\.{key}=.*: says nothing with augment\.\w+=0"):
+        options("augment", {"name": "simple", **values})
+
+
+def test_nothing_is_mixed_towards_the_end() -> None:
+    plain_inputs, plain_targets = mixed((0,), (4,), step=7, until=7)
+    assert plain_targets.argmax(1).tolist() == [0, 1, 2, 3] and plain_targets.max(1).values.tolist() == [1.0] * 4
+    assert plain_inputs[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+    assert mixed((0,), (4,), step=6, until=7)[1].equal(mixed((0,), (4,), step=6)[1])
+    off = options("augment", {"name": "simple", "mix_until": "90%"})
+    with pytest.raises(ConfigError, match=r"augment\.mix_until=90%: ends a mixing, and nothing is mixed"):
+        off.batch_transform(DataInfo("x", (1, 8, 8), 10), 0)
+    with pytest.raises(ConfigError, match=r"augment\.random_interpolation=True: is of a resized crop, and this one is pad"):
+        options("augment", {"name": "simple", "random_interpolation": True}).sample_transform(options("data", {"name": "digits"}))
+
+
+@pytest.mark.timeout(240)
+def test_every_plan_augments_and_stops_mixing_alike(tmp_path: Path) -> None:
+    words = ("data=digits", "augment=mixup", "augment.mix_until=50%", "augment.vflip=0.5", "augment.grey=0.3", "augment.blur=0.5",
+             "augment.color_jitter=0.4", "augment.jitter_prob=0.5", "augment.erase=0.5", "augment.erase_mode=rand",
+             "augment.erase_count=2", "steps=4", "epochs=null", "log_every=1", "batch.effective=24", "batch.shard=6",
+             "reduction=exact", *BASE)  # fmt: skip
+    soft: list[bool] = []
+
+    def look(state: Any, parts: Any, window: Any) -> None:
+        soft.append(any((m.targets.max(1).values < 1).any().item() for m in window.micro_batches))
+
+    one = train(tmp_path / "one", *words, observe=look)
+    assert soft == [True, True, False, False]
+    assert train(tmp_path / "six", *words, "batch.micro=6").weights == one.weights
+    assert train_ranks(2, tmp_path / "two", *words)[1].weights == one.weights
 
 
 def mixed(shards: tuple[int, ...], sizes: tuple[int, ...], step: int = 0, **options_: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,10 +19,14 @@ class ShardMixer:
 
     Seeded by (seed, step, shard), so the result does not depend on which device a shard is computed on. Evaluation never
     comes here: it keeps its class numbers.
+
+    Args:
+        until: from this step on nothing is mixed; None = mixed to the end. Targets stay probabilities.
     """
 
-    def __init__(self, mixup: float, cutmix: float, switch: float, prob: float, mode: str, num_classes: int, seed: int):
-        self.seed, self.num_classes = seed, num_classes
+    def __init__(self, mixup: float, cutmix: float, switch: float, prob: float, mode: str, num_classes: int, seed: int,
+                 until: int | None = None):  # fmt: skip
+        self.seed, self.num_classes, self.until = seed, num_classes, until
         self.mixup: Any = timm.data.Mixup(mixup, cutmix, prob=prob, switch_prob=switch, mode=mode, label_smoothing=0.0,
                                           num_classes=num_classes)  # fmt: skip
 
@@ -35,6 +39,9 @@ class ShardMixer:
         Returns:
             inputs (N, C, H, W) and targets (N, num_classes).
         """
+        if self.until is not None and step >= self.until:
+            plain: Tensor = timm.data.mixup.mixup_target(targets, self.num_classes, 1.0, 0.0)
+            return inputs, plain.to(inputs.dtype)
         images, soft = lanes.split(inputs), []
         before = numpy.random.get_state()  # timm draws from NumPy's global generator
         try:

@@ -1,6 +1,6 @@
 """Group `augment`: per-sample transforms and batch mixing. Every draw is bound to the sample or the shard by its seed.
 
-Order within a sample: crop, flip, color jitter, policy, random erasing. Mixing (mixup, cutmix) runs on the device, within a
+Order within a sample: crop, flips, color jitter, policy, grey, blur, random erasing. Mixing (mixup, cutmix) runs on the device, within a
 shard, so that it is the same on every hardware plan.
 """
 
@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from isobatch.amounts import amount
 from isobatch.checks import choice, within
 from isobatch.errors import ConfigError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from isobatch.data import DataInfo
 
 CROPS = ("auto", "resized", "pad", "none")
+ERASURES = ("pixel", "rand", "const")
 FRACTIONS = ("p", "mstd", "a")  # parts of timm's policies that may have a point
 TRANSFORM_SETS = ("tweights", "t3a", "t3aw")  # of RandAugment
 
@@ -48,31 +50,53 @@ class Simple(NoAugment):
         crop: `resized` (a random part of the image, resized), `pad` (shifted by up to `padding` pixels, black outside),
             `none`; auto = resized for image files, pad for images in memory.
         scale, ratio: area (share of the image) and aspect ratio of a resized crop.
-        padding: pixels of a pad crop; flip: chance of a horizontal flip.
-        color_jitter: strength for brightness, contrast and saturation.
-        erase: chance of random erasing (Zhong et al. 2017): 2 to 33 % of the area become noise.
+        random_interpolation: draw bilinear or bicubic for each resized crop, whatever data.interpolation says.
+        padding: pixels of a pad crop; flip, vflip: chance of a horizontal and a vertical flip.
+        color_jitter: strength for brightness, contrast and saturation; jitter_prob: chance that it is applied at all.
+        grey, blur: chance that all colour is taken out, and of a Gaussian blur (sigma 0.1 to 2 pixels).
+        erase: chance of random erasing (Zhong et al. 2017): 2 to 33 % of the area, in `erase_count` boxes, become noise
+            (erase_mode `pixel`), one random colour a box (`rand`) or the data's mean colour (`const`).
         mixup, cutmix: alpha of the beta distribution, 0 = off; with both, cutmix in `switch` of the cases.
         mix_prob: chance that a shard is mixed; mix_mode: one mixing per shard (`batch`) or per sample (`elem`).
+        mix_until: length of the run after which nothing is mixed any more; null = mixed to the end.
     """
+
+    amounts: ClassVar[tuple[str, ...]] = ("mix_until",)
 
     name: str = "simple"
     crop: str = "auto"
     scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
     ratio: list[float] = field(default_factory=lambda: [0.75, 1.3333])
+    random_interpolation: bool = False
     padding: int = 4
     flip: float = 0.5
+    vflip: float = 0.0
     color_jitter: float = 0.0
+    jitter_prob: float = 1.0
+    grey: float = 0.0
+    blur: float = 0.0
     erase: float = 0.0
+    erase_mode: str = "pixel"
+    erase_count: int = 1
     mixup: float = 0.0
     cutmix: float = 0.0
     switch: float = 0.5
     mix_prob: float = 1.0
     mix_mode: str = "batch"
+    mix_until: Any = None
 
     def __post_init__(self) -> None:
         choice("augment.crop", self.crop, CROPS)
         choice("augment.mix_mode", self.mix_mode, ("batch", "elem"))
-        for key in ("flip", "erase", "switch", "mix_prob"):
+        choice("augment.erase_mode", self.erase_mode, ERASURES)
+        within("augment.erase_count", self.erase_count, 1, 100)
+        if self.mix_until is not None:
+            object.__setattr__(self, "mix_until", amount("augment.mix_until", self.mix_until))
+        for key, without, of in (("jitter_prob", 1.0, "color_jitter"), ("erase_mode", "pixel", "erase"), ("erase_count", 1, "erase")):
+            if getattr(self, key) != without and not getattr(self, of):
+                raise ConfigError(f"augment.{key}", getattr(self, key), f"says nothing with augment.{of}=0",
+                                  f"set augment.{of} above 0, or augment.{key}={without}")  # fmt: skip
+        for key in ("flip", "vflip", "jitter_prob", "grey", "blur", "erase", "switch", "mix_prob"):
             within(f"augment.{key}", getattr(self, key), 0, 1)
         for key in ("padding", "color_jitter", "mixup", "cutmix"):
             within(f"augment.{key}", getattr(self, key), 0, 1000)
@@ -91,22 +115,30 @@ class Simple(NoAugment):
         from isobatch.augment.sample import SampleTransform
 
         channels = getattr(data, "in_chans", None)
-        if (self.policy_name or self.color_jitter) and channels not in (None, 1, 3):
+        if (self.policy_name or self.color_jitter or self.grey or self.blur) and channels not in (None, 1, 3):
             raise ConfigError("augment.name", self.name, f"works on images of 1 or 3 channels, not {channels}",
                               "set augment=simple")  # fmt: skip
         files = hasattr(data, "decode")
         data = data.settled({}) if files else data
         mean, std = data.normalization() if files else ((0.5,), (0.25,))
         crop = ("resized" if files else "pad") if self.crop == "auto" else self.crop
+        if self.random_interpolation and crop != "resized":
+            raise ConfigError("augment.random_interpolation", True, f"is of a resized crop, and this one is {crop}",
+                              "set augment.crop=resized, or augment.random_interpolation=false")  # fmt: skip
         return SampleTransform(
             crop=crop, scale=(self.scale[0], self.scale[1]), ratio=(self.ratio[0], self.ratio[1]),
-            padding=self.padding, flip=self.flip, color_jitter=self.color_jitter, policy=self.policy_name,
-            erase=self.erase, mean=mean, std=std, interpolation=getattr(data, "interpolation", "bilinear"),
+            padding=self.padding, flip=self.flip, vflip=self.vflip, color_jitter=self.color_jitter,
+            jitter_prob=self.jitter_prob, policy=self.policy_name, grey=self.grey, blur=self.blur,
+            erase=self.erase, erase_mode=self.erase_mode, erase_count=self.erase_count,
+            random_interpolation=self.random_interpolation, mean=mean, std=std, interpolation=getattr(data, "interpolation", "bilinear"),
             size=getattr(data, "image_size", None), value_range=getattr(data, "value_range", (0.0, 1.0)),
         )  # fmt: skip
 
     def batch_transform(self, info: DataInfo, seed: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
         if not (self.mixup or self.cutmix):
+            if self.mix_until is not None:
+                raise ConfigError("augment.mix_until", self.mix_until, "ends a mixing, and nothing is mixed",
+                                  "set augment.mixup or augment.cutmix above 0, or augment.mix_until=null")  # fmt: skip
             return None
         if not info.num_classes or len(info.shape) != 3:
             raise ConfigError("augment.mixup" if self.mixup else "augment.cutmix", self.mixup or self.cutmix,
@@ -114,7 +146,9 @@ class Simple(NoAugment):
                               "set augment.mixup=0 augment.cutmix=0")  # fmt: skip
         from isobatch.augment.mixing import ShardMixer
 
-        return ShardMixer(self.mixup, self.cutmix, self.switch, self.mix_prob, self.mix_mode, info.num_classes, seed)
+        # still a share or in epochs where a micro batch is only tried
+        until = self.mix_until if isinstance(self.mix_until, int) else None
+        return ShardMixer(self.mixup, self.cutmix, self.switch, self.mix_prob, self.mix_mode, info.num_classes, seed, until)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,16 @@ class SampleTransform:
     ratio: tuple[float, float] = (0.75, 1.3333)
     padding: int = 4
     flip: float = 0.5
+    vflip: float = 0.0
     color_jitter: float = 0.0
+    jitter_prob: float = 1.0
     policy: str = ""
+    grey: float = 0.0
+    blur: float = 0.0
     erase: float = 0.0
+    erase_mode: str = "pixel"
+    erase_count: int = 1
+    random_interpolation: bool = False
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.25,)
     interpolation: str = "bilinear"
@@ -46,12 +53,23 @@ class SampleTransform:
 
     def __post_init__(self) -> None:
         if self.color_jitter:
-            from torchvision.transforms import ColorJitter
+            from torchvision.transforms import ColorJitter, RandomApply
 
-            self.on_pil.append(ColorJitter(*[self.color_jitter] * 3))
+            jitter = ColorJitter(*[self.color_jitter] * 3)
+            self.on_pil.append(jitter if self.jitter_prob == 1 else RandomApply([jitter], self.jitter_prob))
         if self.policy:
             # built here, in the training process: timm is imported once, not by every worker
             self.on_pil.append(timm_policy(self.policy, self.size or 32, self.mean, self.interpolation))
+        if self.grey:
+            from torchvision.transforms import RandomGrayscale
+
+            self.on_pil.append(RandomGrayscale(self.grey))
+        if self.blur:
+            from torchvision.transforms import GaussianBlur, RandomApply
+
+            side = self.size or 8
+            kernel = min(23, side - 1 + side % 2)  # timm's; smaller than the image, which is mirrored at its edges
+            self.on_pil.append(RandomApply([GaussianBlur(max(3, kernel))], self.blur))
 
     def __call__(self, image: Tensor) -> Tensor:
         """Crop, then everything else. (C, H, W) -> (C, H, W), or (C, size, size) after a resized crop."""
@@ -59,10 +77,14 @@ class SampleTransform:
         if self.crop == "resized":
             left, top, box_width, box_height = self.box(width, height)
             image = image[:, top : top + box_height, left : left + box_width]
-            image = resize(image, self.size or height, self.interpolation)
+            image = resize(image, self.size or height, self.way())
         elif self.crop == "pad":
             image = shifted(image, random.randint(-self.padding, self.padding), random.randint(-self.padding, self.padding))
         return self.after(image)
+
+    def way(self) -> str:
+        """How the resized crop is interpolated."""
+        return random.choice(("bilinear", "bicubic")) if self.random_interpolation else self.interpolation
 
     def box(self, width: int, height: int) -> Box:
         """The crop of a file: a random part (Inception's crop, as in torchvision's RandomResizedCrop), or the whole."""
@@ -84,6 +106,8 @@ class SampleTransform:
         """Everything after the crop."""
         if random.random() < self.flip:
             image = image.flip(2)
+        if self.vflip and random.random() < self.vflip:
+            image = image.flip(1)
         if self.on_pil:
             image = self._through_pil(image)
         if self.erase and random.random() < self.erase:
@@ -108,26 +132,32 @@ class SampleTransform:
         return changed if image.dtype == torch.uint8 else changed.float().mul_((high - low) / 255).add_(low)
 
     def _erased(self, image: Tensor) -> Tensor:
-        """Noise of the images' own mean and deviation over one box (timm's mode `pixel`, before normalisation)."""
+        """What timm's random erasing does, before normalisation: boxes of noise or of one colour."""
         channels, height, width = image.shape
-        for _ in range(10):
-            area = height * width * random.uniform(0.02, 1 / 3)
-            aspect = math.exp(random.uniform(math.log(0.3), math.log(1 / 0.3)))
-            h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-            if 0 < h < height and 0 < w < width:
-                break
-        else:
-            return image
-        top, left = random.randint(0, height - h), random.randint(0, width - w)
-        mean, std = (torch.tensor(v).view(-1, 1, 1).expand(channels, 1, 1) for v in (self.mean, self.std))
-        noise = torch.randn(channels, h, w) * std + mean
-        low, high = (0.0, 255.0) if image.dtype == torch.uint8 else self.value_range
-        noise = noise * (high - low) + low
-        if image.dtype == torch.uint8:
-            noise = noise.round_().clamp_(0, 255)
         image = image.clone()
-        image[:, top : top + h, left : left + w] = noise.to(image.dtype)
+        for _ in range(self.erase_count):
+            for _ in range(10):
+                area = height * width * random.uniform(0.02, 1 / 3) / self.erase_count
+                aspect = math.exp(random.uniform(math.log(0.3), math.log(1 / 0.3)))
+                h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+                if 0 < h < height and 0 < w < width:
+                    top, left = random.randint(0, height - h), random.randint(0, width - w)
+                    image[:, top : top + h, left : left + w] = self._filling(image, h, w)
+                    break
         return image
+
+    def _filling(self, image: Tensor, height: int, width: int) -> Tensor:
+        """What comes into an erased box of `image`: (channels, height, width), or one that broadcasts to it."""
+        channels = len(image)
+        mean, std = (torch.tensor(v).view(-1, 1, 1).expand(channels, 1, 1) for v in (self.mean, self.std))
+        filling = mean
+        if self.erase_mode != "const":
+            filling = torch.randn(channels, *((height, width) if self.erase_mode == "pixel" else (1, 1))) * std + mean
+        low, high = (0.0, 255.0) if image.dtype == torch.uint8 else self.value_range
+        filling = filling * (high - low) + low
+        if image.dtype == torch.uint8:
+            filling = filling.round_().clamp_(0, 255)
+        return filling.to(image.dtype)
 
 
 def shifted(image: Tensor, down: int, right: int) -> Tensor:

@@ -57,7 +57,8 @@ class LabelledImages(ABC):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         options = self.options
-        image = self.decode(self.data(index), self.box, self.size, str(options.interpolation), self.how)
+        way = str(options.interpolation) if self.transform is None else self.transform.way()
+        image = self.decode(self.data(index), self.box, self.size, way, self.how)
         if self.transform is not None:
             image = self.transform.after(image)
         return image, int(self.labels[index])
