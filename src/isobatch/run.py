@@ -22,7 +22,7 @@ from isobatch.data import Split, Splits
 from isobatch.data.device import SideStream
 from isobatch.data.feed import Feed, Source, example, make_source
 from isobatch.errors import ConfigError, Stopped
-from isobatch.evaluate.evaluator import Evaluator
+from isobatch.evaluate.evaluator import Evaluator, chosen_split
 from isobatch.launch.outcome import give_up
 from isobatch.launch.signals import STOP
 from isobatch.launch.withdrawal import withdraw
@@ -213,6 +213,7 @@ class Run:
         if sharing.at_once > 1 and config.loss.couples(criterion):
             criterion, prepare = EachShard(criterion, config.loss.averages), handed_on(prepare)
         side = SideStream(device)
+        evaluated = chosen_split(config.evaluate, splits)
 
         def source(split: Split, training: bool) -> Source:
             self.sources.append(make_source(split, device, config, channels_last, ranks, training, side))
@@ -234,11 +235,12 @@ class Run:
                 keep=reducer.replays, interleaved=not channels_last,
             ),
             evaluator=Evaluator(
-                splits.eval, source(splits.eval, False), config.loss.evaluation(), config.precision, ranks, device,
+                evaluated, source(evaluated, False), config.loss.evaluation(), config.precision, ranks, device,
                 # with exact the same bits at any micro batch
                 config.batch.eval or (plan.batch.shard if config.reduction.exact else self.plan["micro_batch"]),
                 splits.info.num_classes, config.loss.averages, plan.batch.shard,
                 after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes, metrics=metrics, example=seen,
+                views=config.evaluate.views,
             ),
             schedule=rules.schedule, stopping=rules.stopping, ending=self.resume.ended(rules.stopping.ending),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,

@@ -14,7 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from isobatch.batch_plan import resolve_batch
 from isobatch.checks import complaint, way_to_option
-from isobatch.config.schema import BatchOptions, Config, CostOptions, PredictOptions, ReplayOptions, Settings, SweepOptions
+from isobatch.config.schema import (
+    BatchOptions, Config, CostOptions, EvaluateOptions, PredictOptions, ReplayOptions, Settings, SweepOptions,
+)  # fmt: skip
 from isobatch.config.tables import TABLES
 from isobatch.errors import ConfigError
 
@@ -43,10 +45,11 @@ def load(plain: Mapping[str, Any]) -> Config:
     again = {"start" if key == "from" else key: value for key, value in scalars.pop("replay", {}).items()}
     replay = typed(ReplayOptions, again, "replay.")
     predict = typed(PredictOptions, scalars.pop("predict", {}), "predict.")
+    evaluate = typed(EvaluateOptions, scalars.pop("evaluate", {}), "evaluate.")
     settings = typed(Settings, scalars, "")
     groups = {group: options(group, plain.get(group)) for group in TABLES}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
-    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay, "predict": predict}
+    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay, "predict": predict, "evaluate": evaluate}
     values["plain"] = in_types(plain, {**values, **groups})
     config = Config(**{**values, **groups})
     check_together(config)
@@ -133,6 +136,9 @@ def check_together(config: Config) -> None:
     elif config.batch.effective is None:
         raise ConfigError("batch.effective", None, "batch.micro=auto needs an effective batch to divide",
                           "set batch.effective=48")  # fmt: skip
+    if config.evaluate.split != "eval" and config.task != "evaluate":
+        raise ConfigError("evaluate.split", config.evaluate.split, f"task={config.task} does not look at a third split",
+                          "set task=evaluate, or evaluate.split=eval")  # fmt: skip
     config.parallel.check_with(config)
     config.clip.check_with(config.max_grad_norm)
     config.audit.check_with(config)

@@ -136,6 +136,23 @@ class PredictOptions:
 
 
 @dataclass(frozen=True)
+class EvaluateOptions:
+    """How every evaluation, also the ones of a training, looks at its samples.
+
+    Args:
+        split: `eval`, or `test`: the third split of the data set, for task=evaluate alone.
+        views: of each sample, whose outputs are averaged: `one`, or `flip`: the image and its mirror image.
+    """
+
+    split: str = "eval"
+    views: str = "one"
+
+    def __post_init__(self) -> None:
+        choice("evaluate.split", self.split, ("eval", "test"))
+        choice("evaluate.views", self.views, ("one", "flip"))
+
+
+@dataclass(frozen=True)
 class Settings:
     """The top-level keys that are no group."""
 
@@ -150,6 +167,7 @@ class Settings:
     cost: Any = option(None, resume="free")
     replay: Any = option(None, resume="free")
     predict: Any = option(None, resume="free", path=("path",))
+    evaluate: Any = option(None, resume="free")
     max_grad_norm: float | None = option(None, resume="contract")
     log_every: int = option(10, resume="free")
     eval_every: int | None = option(None, resume="free")

@@ -93,9 +93,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
+    """`test`: a third split that no training sees, for `evaluate.split=test`; None = the data set has none."""
+
     train: Split
     eval: Split
     info: DataInfo
+    test: Split | None = None
 
 
 class DataOptions(Protocol):

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.data.base import Splits
+from isobatch.data.class_map import ClassMap
 from isobatch.data.files import ImageFileOptions
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
 
 def class_order(label: str) -> tuple[bool, int, str]:
@@ -33,7 +35,8 @@ class CsvFile(ImageFileOptions):
     Labels are any text; the classes are those of the training file, sorted (as numbers where all are numbers).
 
     Args:
-        train_csv, eval_csv: the files.
+        train_csv, eval_csv, test_csv: the files; eval_csv is not read where samples are held out, test_csv may be null.
+        class_map: see ImageFolder; labels take the place of folders.
         path_column, label_column: names in the header.
     """
 
@@ -42,22 +45,34 @@ class CsvFile(ImageFileOptions):
     eval_csv: str = "val.csv"
     path_column: str = "path"
     label_column: str = "label"
+    test_csv: str | None = option(None, resume="free")
+    class_map: str | None = option(None, resume="free", path="file")  # the class names are compared
 
     def check(self) -> None:
         """Raise ConfigError when a file, a column, or the first listed image is missing, or classes do not match."""
         self._read()
 
-    def _read(self) -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]], list[str]]:
+    def _read(self) -> tuple[list[tuple[list[str], list[str]] | None], ClassMap]:
+        """(path, label) lists of training, evaluation and test (None: not read), and the classes."""
         root = self.checked_root()
-        train = self._rows(root, "train_csv")
-        evaluation = self._rows(root, "eval_csv")
-        classes = sorted(set(train[1]), key=class_order)
-        unknown = sorted(set(evaluation[1]) - set(classes))
-        if unknown:
-            raise ConfigError("data.eval_csv", self.eval_csv,
-                              f"has labels that {self.train_csv} lacks: {', '.join(unknown[:3])}",
-                              f"add such samples to {self.train_csv}, or take them out")  # fmt: skip
-        return train, evaluation, classes
+        keys = ("train_csv", "eval_csv", "test_csv")
+        read = [None if (key == "eval_csv" and self.holds_out) or getattr(self, key) is None else self._rows(root, key)
+                for key in keys]  # fmt: skip
+        assert read[0] is not None
+        labels = sorted(set(read[0][1]), key=class_order)
+        classes = ClassMap.read(self.class_map) if self.class_map else ClassMap.of(labels)
+        if self.class_map:
+            read = [None if rows is None else kept(rows, classes) for rows in read]
+            if not read[0][0]:  # type: ignore[index]
+                raise ConfigError("data.class_map", self.class_map, f"names no label of {self.train_csv}",
+                                  "list labels as they are written there")  # fmt: skip
+        for key, rows in zip(keys, read, strict=True):
+            unknown = [] if rows is None else sorted(set(rows[1]) - classes.number.keys())
+            if unknown:
+                raise ConfigError(f"data.{key}", getattr(self, key),
+                                  f"has labels that {self.train_csv} lacks: {', '.join(unknown[:3])}",
+                                  f"add such samples to {self.train_csv}, or take them out")  # fmt: skip
+        return read, classes
 
     def _rows(self, root: Path, key: str) -> tuple[list[str], list[str]]:
         path = root / getattr(self, key)
@@ -98,7 +113,13 @@ class CsvFile(ImageFileOptions):
         return rows
 
     def load(self, augment: Any, seed: int) -> Splits:
-        train, evaluation, classes = self._read()
-        number = {name: i for i, name in enumerate(classes)}
-        numbered = [(names, [number[label] for label in labels]) for names, labels in (train, evaluation)]
-        return self.splits(numbered[0], numbered[1], classes, augment)
+        read, classes = self._read()
+        train, evaluation, test = (rows and (rows[0], [classes.number[label] for label in rows[1]]) for rows in read)
+        assert train is not None
+        return self.splits(train, evaluation, test, classes.names, augment)
+
+
+def kept(rows: tuple[list[str], list[str]], classes: ClassMap) -> tuple[list[str], list[str]]:
+    """The lines whose label is in the map."""
+    chosen = [(name, label) for name, label in zip(*rows, strict=True) if label in classes.number]
+    return [name for name, _ in chosen], [label for _, label in chosen]

@@ -38,6 +38,9 @@ class Names:
         return self.blob[start : int(self.ends[index])].decode("utf-8", "surrogateescape")
 
 
+Listed = tuple[list[str], list[int]]  # names of files, and their class numbers
+
+
 class ImageFiles(LabelledImages):
     """Files named relative to `root`."""
 
@@ -72,8 +75,10 @@ class ImageFileOptions(ImageOptions):
             raise ConfigError("data.root", self.root, problem, "set data.root to the folder of the data")
         return path
 
-    def splits(self, train: tuple[list[str], list[int]], evaluation: tuple[list[str], list[int]], classes: Sequence[str],
-               augment: Any, notes: Sequence[str] = ()) -> Splits:  # fmt: skip
-        """Splits over files, named relative to `root`. `notes`: what a person should hear of them."""
+    def splits(self, train: Listed, evaluation: Listed | None, test: Listed | None, classes: Sequence[str], augment: Any,
+               notes: Sequence[str] = ()) -> Splits:  # fmt: skip
+        """Splits over files, named relative to `root`. `evaluation` None: it is held out of `train`. `notes`: what a person
+        should hear of them."""
         root = self.checked_root()
-        return self.made(ImageFiles(root, *train, self, augment), ImageFiles(root, *evaluation, self, None), classes, notes)
+        return self.made(ImageFiles(root, *train, self, augment), ImageFiles(root, *(evaluation or train), self, None), classes,
+                         notes, None if test is None else ImageFiles(root, *test, self, None))  # fmt: skip

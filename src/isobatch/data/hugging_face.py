@@ -35,7 +35,7 @@ class HuggingFace(ImageOptions):
         subset: one of several configurations that a data set has.
         revision: of a data set on the hub: a tag or commit; null = the newest.
         train_split, eval_split: names, or parts as in `train[:90%]`; eval_split null = the first there is of validation, valid,
-            val, dev, test.
+            val, dev, test; where samples are held out (see HeldOut) there need not be one. test_split: null = none.
         image_column, label_column: null = the only one that can be meant.
         cache_dir: where downloads and tables are kept; null = below ~/.cache/huggingface.
     """
@@ -46,6 +46,7 @@ class HuggingFace(ImageOptions):
     revision: str | None = None
     train_split: str = "train"
     eval_split: str | None = None
+    test_split: str | None = option(None, resume="free")
     image_column: str | None = None
     label_column: str | None = None
     cache_dir: str | None = option(None, resume="free", path="file")
@@ -78,17 +79,22 @@ class HuggingFace(ImageOptions):
         self.check()
         splits = self._open()
         names = self._names(list(splits))
-        train, evaluation = (part(splits, key, name) for key, name in zip(("train_split", "eval_split"), names, strict=True))
+        train = part(splits, "train_split", names["train_split"])
         image, label = self._columns(train)
-        for column in (image, label):
-            if column not in evaluation.features:
-                raise ConfigError("data.eval_split", names[1], f"has no column {column}, only {', '.join(evaluation.features)}",
-                                  "set data.eval_split to one that has")  # fmt: skip
-        keys, named = ("data.train_split", "data.eval_split"), getattr(train.features[label], "names", None) or ()
-        found = aligned(self._labels(evaluation, label), getattr(evaluation.features[label], "names", None) or (), named)
-        classes, labels, eval_labels = numbered(self._labels(train, label), found, keys, names, len(named))
-        return self.made(ArrowImages(train, image, names[0], labels, self, augment),
-                         ArrowImages(evaluation, image, names[1], eval_labels, self, None), named or classes)  # fmt: skip
+        named = getattr(train.features[label], "names", None) or ()
+        found: dict[str, ArrowImages] = {}
+        for key, name in list(names.items())[1:]:
+            other, setting = part(splits, key, name), f"data.{key}"
+            for column in (image, label):
+                if column not in other.features:
+                    raise ConfigError(setting, name, f"has no column {column}, only {', '.join(other.features)}",
+                                      f"set {setting} to one that has")  # fmt: skip
+            theirs = aligned(self._labels(other, label), getattr(other.features[label], "names", None) or (), named, setting)
+            classes, labels, numbers = numbered(self._labels(train, label), theirs, ("data.train_split", setting),
+                                                (names["train_split"], name), len(named))  # fmt: skip
+            found[key] = ArrowImages(other, image, name, numbers, self, None)
+        return self.made(ArrowImages(train, image, names["train_split"], labels, self, augment), found["eval_split"],
+                         named or classes, (), found.get("test_split"))  # fmt: skip
 
     def _open(self) -> Any:
         import datasets
@@ -120,18 +126,23 @@ class HuggingFace(ImageOptions):
             "check its name and revision; for a private one, log in with `hf auth login`")  # fmt: skip
         return ConfigError("data.path", self.path, f"could not be loaded ({type(error).__name__}: {text})", way_out)
 
-    def _names(self, there: list[str]) -> tuple[str, str]:
-        """Both splits as asked for; refuses those that are not `there`."""
+    def _names(self, there: list[str]) -> dict[str, str]:
+        """Option -> split, as asked for; refuses those that are not `there`."""
         chosen = self.eval_split or next((name for name in EVAL_SPLITS if name in there), None)
+        if self.holds_out:
+            chosen = self.train_split
         if chosen is None:
             raise ConfigError("data.eval_split", None, f"nothing to evaluate on, there is only {', '.join(there)}",
-                              "set data.eval_split to a part such as '\"train[90%:]\"', data.train_split to the rest")
-        for key, name in (("train_split", self.train_split), ("eval_split", chosen)):
+                              "set data.holdout=0.1, or data.eval_split to a part such as '\"train[90%:]\"', data.train_split to the rest")
+        names = {"train_split": self.train_split, "eval_split": chosen}
+        if self.test_split is not None:
+            names["test_split"] = self.test_split
+        for key, name in names.items():
             match = PART.fullmatch(name)
             if match is None or match[1] not in there:
                 raise ConfigError(f"data.{key}", name, f"the data set has {', '.join(there)}",
                                   f"set data.{key} to one of them, or a part as in '\"train[:90%]\"'")  # fmt: skip
-        return self.train_split, chosen
+        return names
 
     def _columns(self, dataset: Any) -> tuple[str, str]:
         """(image column, label column)."""
@@ -188,7 +199,7 @@ class ArrowImages(LabelledImages):
         return bytes(cell)
 
 
-def aligned(labels: Any, theirs: Sequence[str], ours: Sequence[str]) -> Any:
+def aligned(labels: Any, theirs: Sequence[str], ours: Sequence[str], key: str = "data.eval_split") -> Any:
     """Class numbers (N,) of a split that numbers its classes as `theirs`, as numbers of `ours`.
 
     Raises:
@@ -202,7 +213,7 @@ def aligned(labels: Any, theirs: Sequence[str], ours: Sequence[str]) -> Any:
     lacking = sorted({theirs[i] for i in numpy.unique(labels).tolist() if 0 <= i < len(theirs)} - place.keys())
     if lacking:
         shown = ", ".join(ours[:8]) + (", ..." if len(ours) > 8 else "")
-        raise ConfigError("data.eval_split", None, f"has samples of {', '.join(lacking[:3])}, and the train split has the "
+        raise ConfigError(key, None, f"has samples of {', '.join(lacking[:3])}, and the train split has the "
                           f"classes {shown}", "give both the same classes")  # fmt: skip
     table = numpy.array([place.get(name, -1) for name in theirs] + [-1])  # the last one: for the hub's -1, no label
     return table[labels]

@@ -6,14 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from isobatch.data.base import Splits
+from isobatch.data.class_map import ClassMap
 from isobatch.data.files import ImageFileOptions
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
+WORDS = {"train_dir": "train", "eval_dir": "evaluation", "test_dir": "test"}
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
@@ -22,12 +24,17 @@ class ImageFolder(ImageFileOptions):
     """`root/train/<class>/*.jpg` and `root/val/<class>/*.jpg` (also deeper below the class); PNG, WebP, BMP too.
 
     Args:
-        train_dir, eval_dir: the two folders, relative to `root`.
+        train_dir, eval_dir, test_dir: the folders, relative to `root`; eval_dir is not read where samples are held out (see
+            HeldOut), test_dir may be null. train_dir=. where the class folders lie below `root` itself.
+        class_map: a text file with a folder a line, in the order of the model's outputs; `folder,class` gives several folders
+            one class. Folders that it does not name are left out. null = all folders, sorted.
     """
 
     name: str = "image_folder"
     train_dir: str = "train"
     eval_dir: str = "val"
+    test_dir: str | None = option(None, resume="free")
+    class_map: str | None = option(None, resume="free", path="file")  # the class names are compared
 
     def check(self) -> None:
         """Refuse folders that are missing, empty or do not match, having opened as little as possible.
@@ -35,51 +42,71 @@ class ImageFolder(ImageFileOptions):
         Raises:
             ConfigError: see above.
         """
-        train, evaluation = self._folders()
-        classes = self._classes("data.train_dir", train)
-        found = self._classes("data.eval_dir", evaluation)
-        if found != classes:
-            only_train, only_eval = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
-            problem = "; ".join(f"only {where} has {len(names)} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
-                                for where, names in ((train, only_train), (evaluation, only_eval)) if names)  # fmt: skip
-            raise ConfigError("data.root", self.root, f"train and evaluation classes differ: {problem}",
-                              "give both the same class folders (one may be empty)")  # fmt: skip
-        for folder in (train, evaluation):
+        folders = self._folders()
+        classes = self._classes("data.train_dir", folders["train_dir"])
+        for key, folder in folders.items():
+            found = self._classes(f"data.{key}", folder)
+            if found.keys() != classes.keys():
+                problem = "; ".join(
+                    f"only {where} has {len(names)} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
+                    for where, names in ((folders["train_dir"], sorted(classes.keys() - found.keys())),
+                                         (folder, sorted(found.keys() - classes.keys()))) if names)  # fmt: skip
+                raise ConfigError("data.root", self.root, f"train and {WORDS[key]} classes differ: {problem}",
+                                  "give both the same class folders (one may be empty)")  # fmt: skip
+        for folder in folders.values():
             if not any(first_image(folder / name) for name in classes):
                 raise ConfigError("data.root", self.root, f"{folder} holds no image",
                                   f"put {', '.join(EXTENSIONS)} files into the class folders below it")  # fmt: skip
-        filled = list(islice((name for name in classes if first_image(train / name)), 2))
+        train = folders["train_dir"]
+        filled: dict[int, str] = {}
+        for name, number in classes.items():
+            if len(filled) < 2 and first_image(train / name):
+                filled[number] = name
         if len(filled) < 2:
-            raise ConfigError("data.root", self.root, f"{train} has images of one class alone ({filled[0]}), and nothing "
-                              "can be told apart", f"put {', '.join(EXTENSIONS)} files into a second class folder")  # fmt: skip
+            raise ConfigError("data.root", self.root, f"{train} has images of one class alone ({next(iter(filled.values()))}), "
+                              "and nothing can be told apart",
+                              f"put {', '.join(EXTENSIONS)} files into a second class folder")  # fmt: skip
 
-    def _folders(self) -> tuple[Path, Path]:
-        root = self.checked_root()
-        for key in ("train_dir", "eval_dir"):
+    def _folders(self) -> dict[str, Path]:
+        """Option -> folder of the splits that are read."""
+        root, found = self.checked_root(), {}
+        for key in WORDS:
             name = getattr(self, key)
+            if name is None or (key == "eval_dir" and self.holds_out):
+                continue
             if not (root / name).is_dir():
                 held = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
                 shown = f"it has {', '.join(held[:4])}" if held else "it has no folder at all"
+                ways = ", or data.holdout=0.1 to hold some of the training samples out" if key == "eval_dir" else ""
                 raise ConfigError("data.root", self.root, f"has no folder {name} ({shown})",
-                                  f"set data.{key}=<its name>, or data.root to the folder above it")  # fmt: skip
-        return root / self.train_dir, root / self.eval_dir
+                                  f"set data.{key}=<its name>, or data.root to the folder above it{ways}")  # fmt: skip
+            found[key] = root / name
+        return found
 
-    def _classes(self, key: str, folder: Path) -> list[str]:
+    def _classes(self, key: str, folder: Path) -> dict[str, int]:
+        """Class folder -> class number."""
         names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
         if not names:
             raise ConfigError("data.root", self.root, f"{folder} has no class folders",
                               f"sort the images into {folder}/<class>/, or set {key}")  # fmt: skip
-        return names
+        if not self.class_map:
+            return ClassMap.of(names).number
+        number = ClassMap.read(self.class_map).number
+        if missing := sorted(number.keys() - set(names)):
+            raise ConfigError("data.class_map", self.class_map, f"{folder} has no folder {', '.join(missing[:3])}",
+                              "name folders that are there")  # fmt: skip
+        return number
 
     def load(self, augment: Any, seed: int) -> Splits:
         self.check()
-        train, evaluation = self._folders()
-        classes = self._classes("data.train_dir", train)
-        root = self.checked_root()
-        both = [listed(root, folder, classes) for folder in (train, evaluation)]
-        told = [line for found, folder in zip(both, (train, evaluation), strict=True) for line in found.told(folder, classes)]
-        ours, theirs = ((found.names, found.labels) for found in both)
-        return self.splits(ours, theirs, classes, augment, told)
+        folders, root = self._folders(), self.checked_root()
+        classes = self._classes("data.train_dir", folders["train_dir"])
+        found = {key: listed(root, folder, classes) for key, folder in folders.items()}
+        told = [line for key, folder in folders.items() for line in found[key].told(folder, list(classes))]
+        names = ClassMap.read(self.class_map).names if self.class_map else list(classes)
+        train, evaluation, test = ((found[key].names, found[key].labels) if key in found else None for key in WORDS)
+        assert train is not None
+        return self.splits(train, evaluation, test, names, augment, told)
 
 
 @dataclass
@@ -89,13 +116,14 @@ class Found:
     Args:
         names, labels: of the images, relative to the root.
         skipped: how many files of which extension no image is read from.
-        odd: folders that are not what they seem, in words.
+        odd: folders that are not what they seem, in words. filled: class folders that hold an image.
     """
 
     names: list[str] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     odd: list[str] = field(default_factory=list)
+    filled: set[str] = field(default_factory=set)
 
     def told(self, folder: Path, classes: list[str]) -> list[str]:
         """Lines for a person: what was left out, and which classes are empty."""
@@ -105,8 +133,7 @@ class Found:
             kinds = ", ".join(f"{count} {kind or 'without an extension'}" for kind, count in most)
             lines.append(f"{folder}: {self.skipped.total()} file(s) are no {', '.join(EXTENSIONS)} and were skipped ({kinds}"
                          f"{', ...' if len(self.skipped) > 4 else ''})")  # fmt: skip
-        there = set(self.labels)
-        empty = [name for i, name in enumerate(classes) if i not in there]
+        empty = [name for name in classes if name not in self.filled]
         if empty:
             lines.append(f"{folder}: {len(empty)} of {len(classes)} classes have no image ({', '.join(empty[:4])}"
                          f"{', ...' if len(empty) > 4 else ''})")  # fmt: skip
@@ -145,8 +172,8 @@ def first_image(folder: Path) -> str | None:
     return next(walked(folder, {identity(folder.parent), identity(folder)}, Found()), None)
 
 
-def listed(root: Path, folder: Path, classes: list[str]) -> Found:
-    """The images of all classes, sorted: the same on every file system.
+def listed(root: Path, folder: Path, classes: dict[str, int]) -> Found:
+    """The images of all class folders (with their class numbers), sorted: the same on every file system.
 
     Raises:
         ConfigError: two classes are one folder.
@@ -158,7 +185,7 @@ def listed(root: Path, folder: Path, classes: list[str]) -> Found:
         if other != name:
             raise ConfigError("data.root", root, f"the classes {other} and {name} of {folder} are one and the same folder",
                               "remove one of the two links")  # fmt: skip
-    for number, name in enumerate(classes):
+    for name, number in classes.items():
         # each class is a root of its own: a link from one class into another would give its images two labels
         seen = {identity(folder), *own}
         paths = sorted(os.path.relpath(path, root) for path in walked(folder / name, seen, found))
@@ -167,4 +194,5 @@ def listed(root: Path, folder: Path, classes: list[str]) -> Found:
             found.odd.append(f"{folder / name} holds a folder {inner[0]}, which is a class too: its images count as {name}")
         found.names += paths
         found.labels += [number] * len(paths)
+        found.filled |= {name} if paths else set()
     return found

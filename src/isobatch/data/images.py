@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from isobatch.checks import choice, positive, within
 from isobatch.data.base import DataInfo, Reading, Split, Splits
+from isobatch.data.held_out import HeldOut, Part
 from isobatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class LabelledImages(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageOptions(Reading):
+class ImageOptions(HeldOut, Reading):
     """What all datasets of encoded images share.
 
     `image_size`, `crop_pct`, `interpolation`, `mean`, `std`: null = as the model's first weights know images (see `settled`).
@@ -143,9 +144,11 @@ class ImageOptions(Reading):
         return tuple(mean), tuple(std)
 
     def made(self, train: LabelledImages, evaluation: LabelledImages, classes: Sequence[str],
-             notes: Sequence[str] = ()) -> Splits:  # fmt: skip
-        """Both splits, with what a model needs to know.
+             notes: Sequence[str] = (), test: LabelledImages | None = None) -> Splits:  # fmt: skip
+        """The splits, with what a model needs to know.
 
+        Args:
+            evaluation: where samples are held out, those of `train` once more, without augmentation.
         Raises:
             ConfigError: one class alone, of which nothing can be learned.
         """
@@ -163,12 +166,16 @@ class ImageOptions(Reading):
         info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes),
                         self.eval_size, options.crop_pct, options.interpolation, tuple(notes))  # fmt: skip
 
-        evaluation.size = self.eval_size or size
+        for dataset in (evaluation, test):
+            if dataset is not None:
+                dataset.size = self.eval_size or size
 
-        def split(dataset: LabelledImages) -> Split:
-            return Split(dataset, targets=lambda: torch.from_numpy(dataset.labels), info=info)
+        def split(dataset: LabelledImages, rows: Any = None) -> Split:
+            labels = dataset.labels if rows is None else dataset.labels[rows]
+            return Split(dataset if rows is None else Part(dataset, rows), targets=lambda: torch.from_numpy(labels), info=info)
 
-        return Splits(split(train), split(evaluation), info)
+        rest, held = self.parted(train.labels) if self.holds_out else (None, None)
+        return Splits(split(train, rest), split(evaluation, held), info, None if test is None else split(test))
 
 
 def check_normalization(key: str, value: list[float] | None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import positive, within
 from isobatch.data.base import DataInfo, Split, Splits, check_workers
+from isobatch.data.held_out import HeldOut, pairs
 from isobatch.marks import option
 
 if TYPE_CHECKING:
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(HeldOut):
     """scikit-learn's handwritten digits: 1,797 real 8 x 8 grey images, 10 classes, in memory, no download.
 
-    The fifth of them that is held out is drawn once from a fixed seed, the same for every `seed` of a run.
+    The fifth of them that is held out is drawn once from a fixed seed, the same for every `seed` of a run. With `holdout` or
+    `fold`, all of them are parted.
     """
 
     name: str = "digits"
@@ -26,6 +28,7 @@ class Digits:
     kind = "images"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_workers(self.num_workers)
 
     def load(self, augment: Any, seed: int) -> Splits:
@@ -36,9 +39,9 @@ class Digits:
         images = rows[:, :-1].reshape(-1, 1, 8, 8).float().div_(16)
         labels = rows[:, -1].long()
         info = DataInfo("digits", (1, 8, 8), 10, (0.305,), (0.376,), tuple("0123456789"))
-        cut = len(labels) // 5
-        return Splits(in_memory(images[cut:], labels[cut:], info, augment),
-                      in_memory(images[:cut], labels[:cut], info, None), info)  # fmt: skip
+        cut = 0 if self.holds_out else len(labels) // 5
+        train, evaluation, _ = pairs((images[cut:], labels[cut:]), (images[:cut], labels[:cut]), self)
+        return Splits(in_memory(*train, info, augment), in_memory(*evaluation, info, None), info)
 
 
 @cache  # the jobs of a sweep share a process

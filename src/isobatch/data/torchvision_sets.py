@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.checks import choice
 from isobatch.data.base import DataInfo, Reading, Split, Splits
+from isobatch.data.held_out import HeldOut, pairs
 from isobatch.errors import ConfigError
 from isobatch.marks import option
 
@@ -24,7 +25,7 @@ KNOWN: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchVision(Reading):
+class TorchVision(HeldOut, Reading):
     """
     Args:
         dataset: torchvision's class.
@@ -75,7 +76,9 @@ class TorchVision(Reading):
         images, labels = arrays(source)
         classes = tuple(map(str, source.classes))
         info = DataInfo(self.dataset, tuple(images.shape[1:]), len(classes), mean, std, classes)
-        return Splits(pixel_split(images, labels, info, augment), pixel_split(*arrays(loaded(False)), info, None), info)
+        train, evaluation, test = pairs((images, labels), arrays(loaded(False)), self)
+        return Splits(pixel_split(*train, info, augment), pixel_split(*evaluation, info, None), info,
+                      None if test is None else pixel_split(*test, info, None))  # fmt: skip
 
 
 class PixelSet:

@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 class WebDataset(ImageFileOptions):
     """
     Args:
-        train_tars, eval_tars: relative to `root`: `train-{000000..000123}.tar`, `train-*.tar`, or both.
+        train_tars, eval_tars, test_tars: relative to `root`: `train-{000000..000123}.tar`, `train-*.tar`, or both. eval_tars
+            are not read where samples are held out (see HeldOut); test_tars may be null.
         image_member, label_member: what is read of each sample, by its extension; null = the first there is of jpg, jpeg,
             png, webp, bmp, and of cls, json, txt. Numbers are class numbers, other labels are numbered in sorted order.
         label_key: where a json holds the label.
@@ -46,6 +47,7 @@ class WebDataset(ImageFileOptions):
     name: str = "webdataset"
     train_tars: str = "train-*.tar"
     eval_tars: str = "val-*.tar"
+    test_tars: str | None = option(None, resume="free")
     image_member: str | None = None
     label_member: str | None = None
     label_key: str = "label"
@@ -65,15 +67,25 @@ class WebDataset(ImageFileOptions):
         Raises:
             ConfigError: a tar is missing or cannot be used.
         """
-        for key in ("train_tars", "eval_tars"):
+        for key in ("train_tars", *(() if self.holds_out else ("eval_tars",)), *(("test_tars",) if self.test_tars else ())):
             self._indices(key)
 
     def load(self, augment: Any, seed: int) -> Splits:
-        train, evaluation = self._indices("train_tars"), self._indices("eval_tars")
-        texts = [[index.labels[i] for _, index in tars for i in range(len(index))] for tars in (train, evaluation)]
-        keys, patterns = ("data.train_tars", "data.eval_tars"), (self.train_tars, self.eval_tars)
-        classes, labels, eval_labels = numbered(texts[0], texts[1], keys, patterns)
-        return self.made(TarImages(train, labels, self, augment), TarImages(evaluation, eval_labels, self, None), classes)
+        train = self._indices("train_tars")
+        texts = texts_of(train)
+        others: list[TarImages | None] = []
+        for key in ("eval_tars", "test_tars"):
+            held = key == "eval_tars" and self.holds_out
+            pattern = self.train_tars if held else getattr(self, key)
+            if pattern is None:
+                others.append(None)
+                continue
+            tars = train if held else self._indices(key)
+            classes, labels, theirs = numbered(texts, texts_of(tars), ("data.train_tars", f"data.{key}"),
+                                               (self.train_tars, pattern))  # fmt: skip
+            others.append(TarImages(tars, theirs, self, None))
+        assert others[0] is not None
+        return self.made(TarImages(train, labels, self, augment), others[0], classes, (), others[1])
 
     def _indices(self, key: str) -> list[tuple[Path, TarIndex]]:
         root, members = self.checked_root(), Members(extension(self.image_member), extension(self.label_member), self.label_key)
@@ -87,6 +99,10 @@ class WebDataset(ImageFileOptions):
                     spoken = time.monotonic()
                     log.info("%s: index of %d of %d tars, %d samples", setting, len(indices), len(tars), sum(map(len, indices)))
         return list(zip(tars, indices, strict=True))
+
+
+def texts_of(tars: list[tuple[Path, TarIndex]]) -> list[str]:
+    return [index.labels[i] for _, index in tars for i in range(len(index))]
 
 
 class TarImages(LabelledImages):

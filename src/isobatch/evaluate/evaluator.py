@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobatch.data import Split
+from isobatch.data import Split, Splits
 from isobatch.data.feed import Source
 from isobatch.data.samples import Request
+from isobatch.errors import ConfigError
 from isobatch.evaluate.answers import Answers
 from isobatch.given import taken_apart
 from isobatch.metrics.auto import TOP, Classes
@@ -34,13 +35,14 @@ class Evaluator:
 
     Args:
         unit: samples that a loss which sums is stated for, whatever the size of the batches (0: that size).
-        after: called with the model and the number of batches that other ranks had more, after this rank's last one: a
+        after: called with the model and the number of forwards that other ranks had more, after this rank's last one: a
             strategy whose forwards are collectives takes part in them.
         seed: called with the step and the number of a batch before its forward, for models that draw in evaluation too.
         answers: gets what the model says of every sample (task=evaluate), for data with classes; None: nobody asks.
         example: output and targets of a sample, by which its kind is told.
         metrics: None = those of one label per sample, where there are classes.
         lanes: devices of this process, `device` first (none: that alone); the model is copied to the others each time.
+        views: of each image, whose outputs are averaged: `one`, or `flip` (itself and its mirror image).
     """
 
     split: Split
@@ -59,6 +61,7 @@ class Evaluator:
     lanes: Sequence[torch.device] = ()
     metrics: list[Metric] = None  # type: ignore[assignment]
     example: tuple[Any, Any] | None = None
+    views: str = "one"
 
     def __post_init__(self) -> None:
         if self.metrics is None:
@@ -116,7 +119,7 @@ class Evaluator:
             ((inputs, targets),) = self.source.batches(iter([request]))  # to its end: the source is used again
             self.seed(0, 0)
             with self.precision.evaluation(self.device):
-                output = to_fp32(call(model, inputs))
+                output = self._output(model, inputs)
             self.after(model, 0)
         finally:
             for module, training in modes:
@@ -139,10 +142,20 @@ class Evaluator:
                 inputs, targets = mapped(partial(_to, lanes[lane]), (inputs, targets))
             self.seed(step, i)
             with self.precision.evaluation(self.device):
-                output = to_fp32(call(models[lane], inputs))
+                output = self._output(models[lane], inputs)
             self._count(i, slots[lane][i], output, targets)
-        self.after(model, -(-self.batches() // self.ranks.world_size) - len(mine))
+        behind = -(-self.batches() // self.ranks.world_size) - len(mine)
+        self.after(model, behind if self.views == "one" else 2 * behind)
         return sum((part.to(self.device, non_blocking=True) for part in slots[1:]), slots[0])  # each filled in one of them
+
+    def _output(self, model: nn.Module, inputs: Any) -> Any:
+        output = to_fp32(call(model, inputs))
+        if self.views == "one":
+            return output
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            raise ConfigError("evaluate.views", self.views, "averages the scores of classes, and this model answers something else",
+                              "set evaluate.views=one")  # fmt: skip
+        return (output + to_fp32(call(model, inputs.flip(-1)))) / 2
 
     def _count(self, i: int, slot: Tensor, output: Any, targets: Any) -> None:
         """Fill the slot of batch i."""
@@ -162,3 +175,20 @@ class Evaluator:
 
 def _to(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.to(device, non_blocking=True)
+
+
+def chosen_split(options: Any, splits: Splits) -> Split:
+    """What the options `evaluate` look at.
+
+    Raises:
+        ConfigError: there is no third split, or no image to mirror.
+    """
+    if options.views != "one" and len(splits.info.shape) != 3:
+        raise ConfigError("evaluate.views", options.views, f"is of images, and data={splits.info.name} has none",
+                          "set evaluate.views=one")  # fmt: skip
+    if options.split == "eval":
+        return splits.eval
+    if splits.test is None:
+        raise ConfigError("evaluate.split", options.split, f"data={splits.info.name} has no third split here",
+                          "name one (data.test_dir, test_csv, test_tars, test_split), or set evaluate.split=eval")  # fmt: skip
+    return splits.test
