@@ -16,6 +16,8 @@ import numpy
 import torch
 from PIL import Image
 
+from isobatch.checks import Size, sides
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -67,16 +69,16 @@ class _Decoder:
             raise OSError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
 
 
-def read_image(path: str, choose: Callable[[int, int], Box], size: int, interpolation: str,
+def read_image(path: str, choose: Callable[[int, int], Box], size: Size, interpolation: str,
                how: Decoding = PLAIN) -> Tensor:  # fmt: skip
     """One crop of a file; see `decode_crop`."""
     with open(path, "rb", buffering=0) as file:
         return decode_crop(file.read(), choose, size, interpolation, how)
 
 
-def decode_crop(data: bytes, choose: Callable[[int, int], Box], size: int, interpolation: str,
+def decode_crop(data: bytes, choose: Callable[[int, int], Box], size: Size, interpolation: str,
                 how: Decoding = PLAIN) -> Tensor:  # fmt: skip
-    """One crop of an image, resized to size x size: (channels, size, size) uint8, a view of rows of interleaved channels.
+    """One crop of an image, resized to `size`: (channels, height, width) uint8, a view of rows of interleaved channels.
 
     Args:
         data: the image as a file holds it.
@@ -94,7 +96,8 @@ def decode_crop(data: bytes, choose: Callable[[int, int], Box], size: int, inter
     box = stored_box(choose(*(stored if turn < 5 else stored[::-1])), stored, turn)
     with _Decoder():
         if how.reduced and image.format == "JPEG":
-            scale = min(8, min(box[2:]) // size)
+            wanted = sides(size) if turn < 5 else sides(size)[::-1]  # of the image as it is stored
+            scale = min(8, box[2] // wanted[1], box[3] // wanted[0])
             if scale >= 2:
                 image.draft(MODES[how.channels], (stored[0] // scale, stored[1] // scale))
         left, top, width, height = scaled(box, stored, image.size)
@@ -176,21 +179,27 @@ def scaled(box: Box, full: tuple[int, int], reduced: tuple[int, int]) -> Box:
     return left, top, width, height
 
 
-def resize(pixels: Tensor, size: int, interpolation: str) -> Tensor:
-    """([N,] C, H, W) of any dtype -> ([N,] C, size, size), antialiased. On uint8 it differs from PIL's by a rounding."""
-    if pixels.shape[-2:] == (size, size):
+def resize(pixels: Tensor, size: Size, interpolation: str) -> Tensor:
+    """([N,] C, H, W) of any dtype -> ([N,] C, height, width), antialiased. On uint8 it differs from PIL's by a rounding."""
+    if pixels.shape[-2:] == sides(size):
         return pixels
     if pixels.ndim == 3:
         return resize(pixels.unsqueeze(0), size, interpolation)[0]
-    return torch.nn.functional.interpolate(pixels, (size, size), mode=interpolation, antialias=True)
+    return torch.nn.functional.interpolate(pixels, sides(size), mode=interpolation, antialias=True)
 
 
-def center_box(crop_pct: float) -> Callable[[int, int], Box]:
-    """The evaluation crop: the centered square of `crop_pct` of the shorter side."""
+def center_box(crop_pct: float, size: Size = 1) -> Callable[[int, int], Box]:
+    """The evaluation crop: the largest centered part of the aspect of `size`, times `crop_pct` (for a square: of the shorter
+    side)."""
+    tall, wide = sides(size)
 
     def choose(width: int, height: int) -> Box:
-        side = max(1, round(min(width, height) * crop_pct))
-        return (width - side) // 2, (height - side) // 2, side, side
+        if tall == wide:
+            w = h = max(1, round(min(width, height) * crop_pct))
+        else:
+            scale = min(width / wide, height / tall) * crop_pct
+            w, h = max(1, round(wide * scale)), max(1, round(tall * scale))
+        return (width - w) // 2, (height - h) // 2, w, h
 
     return choose
 

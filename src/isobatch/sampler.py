@@ -23,20 +23,41 @@ MOST_CATEGORIES = 2**24  # that torch.multinomial takes
 
 @dataclass(frozen=True)
 class Sampler:
-    """What all of them share: the rule for the tail, and epochs as long as the dataset of `n` samples."""
+    """What all of them share: the rule for the tail, and epochs as long as the dataset of `n` samples.
+
+    Args:
+        passes: over the data in one epoch, each in an order of its own: epochs of a small data set become worth an evaluation.
+    """
 
     name: str = ""
     tail: str = "keep"
+    passes: int = 1
 
     def __post_init__(self) -> None:
         choice("sampler.tail", self.tail, TAILS)
+        positive("sampler.passes", self.passes)
 
     def order_size(self, n: int) -> int:
-        return n
+        return self.passes * self.pass_size(n)
 
     def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         """Virtual indices of one epoch, (order_size(n),) int64; a pure function of its arguments."""
-        raise AssertionError("a sampler defines order")
+        if self.passes == 1:
+            return self.one_pass(epoch, n, seed, targets)
+        import torch
+
+        found, shift = [], 0
+        for k in range(self.passes):
+            found.append(self.one_pass(epoch * self.passes + k, n, seed, targets) + shift)
+            shift = (int(found[-1].max()) // n + 1) * n  # a sample's occurrences go on counting
+        return torch.cat(found)
+
+    def pass_size(self, n: int) -> int:
+        return n
+
+    def one_pass(self, number: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+        """Virtual indices of pass `number`, (pass_size(n),) int64; a pure function of its arguments."""
+        raise AssertionError("a sampler defines one_pass")
 
 
 @dataclass(frozen=True)
@@ -45,10 +66,10 @@ class Shuffle(Sampler):
 
     name: str = "shuffle"
 
-    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+    def one_pass(self, number: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
 
-        return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch))
+        return torch.randperm(n, generator=torch.Generator().manual_seed(seed + number))
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,7 @@ class Sequential(Sampler):
 
     name: str = "sequential"
 
-    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+    def one_pass(self, number: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
 
         return torch.arange(n)
@@ -75,10 +96,10 @@ class Weighted(Sampler):
         if self.samples is not None:
             positive("sampler.samples", self.samples)
 
-    def order_size(self, n: int) -> int:
+    def pass_size(self, n: int) -> int:
         return self.samples or n
 
-    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+    def one_pass(self, number: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
 
         labels = targets()
@@ -86,12 +107,12 @@ class Weighted(Sampler):
             raise ConfigError("sampler.name", self.name, "needs class labels, which this dataset does not have",
                               "set sampler=shuffle")  # fmt: skip
         weights = 1.0 / torch.bincount(labels).double()[labels]
-        generator = torch.Generator().manual_seed(seed + epoch)
+        generator = torch.Generator().manual_seed(seed + number)
         if n <= MOST_CATEGORIES:
-            drawn = torch.multinomial(weights, self.order_size(n), replacement=True, generator=generator)
+            drawn = torch.multinomial(weights, self.pass_size(n), replacement=True, generator=generator)
         else:
             sums = weights.cumsum(0)
-            places = torch.rand(self.order_size(n), dtype=torch.float64, generator=generator) * sums[-1]
+            places = torch.rand(self.pass_size(n), dtype=torch.float64, generator=generator) * sums[-1]
             drawn = torch.searchsorted(sums, places, right=True).clamp_(max=n - 1)
         return drawn + n * _occurrence(drawn)
 
@@ -110,10 +131,10 @@ class Repeated(Sampler):
         super().__post_init__()
         positive("sampler.repeats", self.repeats)
 
-    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+    def one_pass(self, number: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
 
-        base = torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch))
+        base = torch.randperm(n, generator=torch.Generator().manual_seed(seed + number))
         position = torch.arange(n)
         return base[position // self.repeats] + n * (position % self.repeats)
 
@@ -139,10 +160,10 @@ class Blocks(Sampler):
         positive("sampler.block", self.block)
         positive("sampler.mix", self.mix)
 
-    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+    def one_pass(self, number: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
 
-        generator = torch.Generator().manual_seed(seed + epoch)
+        generator = torch.Generator().manual_seed(seed + number)
         blocks = torch.arange(n).split(self.block)
         chosen = torch.randperm(len(blocks), generator=generator).tolist()
         groups = [torch.cat([blocks[b] for b in chosen[k : k + self.mix]]) for k in range(0, len(chosen), self.mix)]

@@ -51,7 +51,8 @@ class TrainedModel(nn.Module):
         files: Any = self._files
         if files is None:
             raise ValueError(f"{self.origin} takes inputs of shape {self.info.shape} as its data set gave them")
-        size, box = files.eval_size or files.image_size, pixels.center_box(files.crop_pct)
+        size = files.eval_size or files.image_size
+        box = pixels.center_box(files.crop_pct, size)
         black, white = files.pixel_range or (None, None)
         how = pixels.Decoding(files.in_chans, files.decode == "fast", files.exif == "apply", black, white,
                               files.max_pixels or pixels.MOST_PIXELS)  # fmt: skip

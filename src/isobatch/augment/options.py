@@ -131,7 +131,7 @@ class Simple(NoAugment):
             jitter_prob=self.jitter_prob, policy=self.policy_name, grey=self.grey, blur=self.blur,
             erase=self.erase, erase_mode=self.erase_mode, erase_count=self.erase_count,
             random_interpolation=self.random_interpolation, mean=mean, std=std, interpolation=getattr(data, "interpolation", "bilinear"),
-            size=getattr(data, "image_size", None), value_range=getattr(data, "value_range", (0.0, 1.0)),
+            size=getattr(data, "image_size", None), smallest=getattr(data, "smallest", None), value_range=getattr(data, "value_range", (0.0, 1.0)),
         )  # fmt: skip
 
     def batch_transform(self, info: DataInfo, seed: int) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -16,7 +16,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from isobatch.pixels import Box, resize
+from isobatch.checks import Size, sides
+from isobatch.pixels import Box, center_box, resize
 
 
 @dataclass
@@ -24,7 +25,8 @@ class SampleTransform:
     """See augment.Simple for the options.
 
     Args:
-        size: side that comes out of a resized crop; None = the image's own.
+        size: what comes out of a resized crop; None = the image's own. smallest: side of the smallest images that there are
+            (None: of size).
         mean, std: per channel (of pixels in 0 .. 1), for the noise of random erasing and the fill of a policy.
         value_range: of float images; a policy works on 256 steps of it.
     """
@@ -47,7 +49,8 @@ class SampleTransform:
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.25,)
     interpolation: str = "bilinear"
-    size: int | None = None
+    size: Size | None = None
+    smallest: int | None = None
     value_range: tuple[float, float] = (0.0, 1.0)
     on_pil: list[Callable[[Any], Any]] = field(default_factory=list)
 
@@ -59,7 +62,7 @@ class SampleTransform:
             self.on_pil.append(jitter if self.jitter_prob == 1 else RandomApply([jitter], self.jitter_prob))
         if self.policy:
             # built here, in the training process: timm is imported once, not by every worker
-            self.on_pil.append(timm_policy(self.policy, self.size or 32, self.mean, self.interpolation))
+            self.on_pil.append(timm_policy(self.policy, min(sides(self.size or 32)), self.mean, self.interpolation))
         if self.grey:
             from torchvision.transforms import RandomGrayscale
 
@@ -67,17 +70,17 @@ class SampleTransform:
         if self.blur:
             from torchvision.transforms import GaussianBlur, RandomApply
 
-            side = self.size or 8
+            side = self.smallest or min(sides(self.size or 8))
             kernel = min(23, side - 1 + side % 2)  # timm's; smaller than the image, which is mirrored at its edges
             self.on_pil.append(RandomApply([GaussianBlur(max(3, kernel))], self.blur))
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Crop, then everything else. (C, H, W) -> (C, H, W), or (C, size, size) after a resized crop."""
+        """Crop, then everything else. (C, H, W) -> (C, H, W), or of `size` after a resized crop."""
         height, width = image.shape[1:]
         if self.crop == "resized":
             left, top, box_width, box_height = self.box(width, height)
             image = image[:, top : top + box_height, left : left + box_width]
-            image = resize(image, self.size or height, self.way())
+            image = resize(image, self.size or (height, width), self.way())
         elif self.crop == "pad":
             image = shifted(image, random.randint(-self.padding, self.padding), random.randint(-self.padding, self.padding))
         return self.after(image)
@@ -89,8 +92,7 @@ class SampleTransform:
     def box(self, width: int, height: int) -> Box:
         """The crop of a file: a random part (Inception's crop, as in torchvision's RandomResizedCrop), or the whole."""
         if self.crop != "resized":
-            side = min(width, height)
-            return (width - side) // 2, (height - side) // 2, side, side
+            return center_box(1.0, self.size or 1)(width, height)
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         for _ in range(10):
             area = width * height * random.uniform(*self.scale)

@@ -59,7 +59,8 @@ class Split:
     """A map-style dataset: `dataset[i] -> (input, target)`, len(dataset) samples, in a fixed order.
 
     Args:
-        dataset: may have `describe(i) -> str`, which names sample i (its file) when it cannot be read.
+        dataset: may have `describe(i) -> str`, which names sample i (its file) when it cannot be read; `at_epoch(epoch)`, which
+            is told the epoch of the samples that are read next; and `largest_epoch`, one whose inputs are the largest.
         tensors: (inputs, targets) when all of it is in memory, ready for the model: then batches are indexed on the
             device and no worker is involved.
         targets: gives all class labels (N,) int64, for samplers that weigh by class.

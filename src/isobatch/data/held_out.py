@@ -105,6 +105,14 @@ class Part:
     def __getitem__(self, index: int) -> Any:
         return self.dataset[int(self.rows[index])]
 
+    def at_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "at_epoch"):
+            self.dataset.at_epoch(epoch)
+
+    @property
+    def largest_epoch(self) -> int:
+        return getattr(self.dataset, "largest_epoch", 0)
+
     def describe(self, index: int) -> str:
         row = int(self.rows[index])
         name = getattr(self.dataset, "describe", None)

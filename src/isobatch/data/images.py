@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from isobatch.checks import choice, positive, within
+from isobatch.checks import Size, choice, positive, sides, within
 from isobatch.data.base import DataInfo, Reading, Split, Splits
 from isobatch.data.held_out import HeldOut, Part
 from isobatch.errors import ConfigError
@@ -22,7 +24,7 @@ IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 class LabelledImages(ABC):
-    """`dataset[i] -> (pixels (C, size, size) uint8, class number)`.
+    """`dataset[i] -> (pixels (C, height, width) uint8, class number)`.
 
     Args:
         labels: (N,) class numbers.
@@ -39,11 +41,23 @@ class LabelledImages(ABC):
         self.labels = numpy.asarray(labels, dtype=numpy.int64)  # not a tensor: reading one number of it costs 20 times more
         self.options, self.transform, self.size = options, transform, options.image_size
         black, white = options.pixel_range or (None, None)
+        self.sizes: list[tuple[int, Size]] = []
         self.decode, self.how = pixels.decode_crop, pixels.Decoding(
             options.in_chans, options.decode == "fast", options.exif == "apply", black, white,
             options.max_pixels or pixels.MOST_PIXELS,
         )  # fmt: skip
-        self.box = pixels.center_box(options.crop_pct) if transform is None else transform.box
+        self.box = pixels.center_box(options.crop_pct, self.size) if transform is None else transform.box
+
+    def at_epoch(self, epoch: int) -> None:
+        """Samples that are read from now on are of this epoch, and as large as its images are."""
+        for begin, size in self.sizes:
+            if begin <= epoch:
+                self.size = size
+
+    @property
+    def largest_epoch(self) -> int:
+        """One whose images are the largest."""
+        return max(self.sizes, key=lambda entry: math.prod(sides(entry[1])))[0] if self.sizes else 0
 
     @abstractmethod
     def data(self, index: int) -> bytes:
@@ -72,7 +86,10 @@ class ImageOptions(HeldOut, Reading):
     `image_size`, `crop_pct`, `interpolation`, `mean`, `std`: null = as the model's first weights know images (see `settled`).
 
     Args:
-        image_size: side in pixels that the model sees. eval_size: in evaluations, for models that take any (null: the same).
+        image_size: side in pixels that the model sees, or [height, width]. eval_size: side in evaluations, for models that
+            take any (null: the same).
+        sizes: [[epoch, size], ...]: what training images are from which epoch on, for models that take any; the first epoch
+            is 0. null = always image_size.
         crop_pct: share of the shorter side that an evaluation looks at.
         interpolation: bilinear or bicubic, antialiased.
         decode: `fast` reads JPEGs at a reduced scale where the crop is still large enough, `full` never.
@@ -84,7 +101,8 @@ class ImageOptions(HeldOut, Reading):
         in_chans: 3 (RGB) or 1 (grey).
     """
 
-    image_size: int | None = None
+    image_size: Any = None
+    sizes: Any = None
     eval_size: int | None = None
     crop_pct: float | None = None
     interpolation: str | None = None
@@ -99,7 +117,12 @@ class ImageOptions(HeldOut, Reading):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within("data.image_size", 1 if self.image_size is None else self.image_size, 1, LARGEST_SIDE)
+        check_size("data.image_size", 1 if self.image_size is None else self.image_size)
+        if isinstance(self.image_size, list) and self.eval_size is not None:
+            raise ConfigError("data.eval_size", self.eval_size, f"is a square, and data.image_size={self.image_size} is none",
+                              "set data.eval_size=null")  # fmt: skip
+        if self.sizes is not None:
+            check_sizes(self.sizes)
         within("data.eval_size", 1 if self.eval_size is None else self.eval_size, 1, LARGEST_SIDE)
         within("data.crop_pct", 1 if self.crop_pct is None else self.crop_pct, 0.01, 1)
         choice("data.interpolation", self.interpolation, (None, "bilinear", "bicubic"))
@@ -117,6 +140,11 @@ class ImageOptions(HeldOut, Reading):
                 raise ConfigError(f"data.{key}", value, f"is not one number per channel ({self.in_chans})",
                                   f"set data.{key}=null for the weights' own, or ImageNet's")  # fmt: skip
             check_normalization(key, value)
+
+    @property
+    def smallest(self) -> int | None:
+        """Side of the smallest training images; None = that of image_size."""
+        return min(min(sides(size)) for _, size in self.sizes) if self.sizes else None
 
     def settled(self, known: Mapping[str, Any]) -> Self:
         """These options with what is not stated as `known` says, else as usual; what is stated wins.
@@ -162,10 +190,11 @@ class ImageOptions(HeldOut, Reading):
                               "nothing can be told apart", "add samples of a second class")  # fmt: skip
 
         mean, std = self.normalization()
-        shape = (self.in_chans, size, size)
+        shape = (self.in_chans, *sides(size))
         info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes),
                         self.eval_size, options.crop_pct, options.interpolation, tuple(notes))  # fmt: skip
 
+        train.sizes = [(begin, side) for begin, side in self.sizes or []]
         for dataset in (evaluation, test):
             if dataset is not None:
                 dataset.size = self.eval_size or size
@@ -176,6 +205,26 @@ class ImageOptions(HeldOut, Reading):
 
         rest, held = self.parted(train.labels) if self.holds_out else (None, None)
         return Splits(split(train, rest), split(evaluation, held), info, None if test is None else split(test))
+
+
+def check_size(key: str, size: Any) -> None:
+    """Raise ConfigError unless `size` is a side, or height and width, in pixels."""
+    both = size if isinstance(size, list) else [size]
+    if not all(isinstance(side, int) and not isinstance(side, bool) for side in both) or len(both) > 2 or not both:
+        raise ConfigError(key, size, "is neither a side in pixels nor [height, width]", f"set {key}=224 or {key}=[192,256]")
+    for side in both:
+        within(key, side, 1, LARGEST_SIDE)
+
+
+def check_sizes(sizes: Any) -> None:
+    """Raise ConfigError unless `sizes` is [[epoch, size], ...], from epoch 0 on."""
+    pairs = sizes if isinstance(sizes, list) and sizes else [None]
+    if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs) or (
+            pairs[0][0] != 0 or any(a[0] >= b[0] for a, b in itertools.pairwise(pairs))):  # fmt: skip
+        raise ConfigError("data.sizes", sizes, "is no list of epochs and sizes that begins with epoch 0",
+                          "set data.sizes=[[0,128],[6,160],[12,192]] or null")  # fmt: skip
+    for _, size in pairs:
+        check_size("data.sizes", size)
 
 
 def check_normalization(key: str, value: list[float] | None) -> None:

@@ -73,6 +73,8 @@ class Samples:
         """(epoch, virtual indices) -> the batch. The name is the one that torch's DataLoader looks for."""
         epoch, indices = request
         replaced: list[str] = []
+        if (turn := getattr(self.split.dataset, "at_epoch", None)) is not None:
+            turn(epoch)
         inputs, targets, index = [], [], -1
         try:
             for index in indices:

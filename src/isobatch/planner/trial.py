@@ -87,7 +87,8 @@ class Trial:
 
     def _read(self, indices: list[int]) -> tuple[Tree, Tree]:
         source = WorkerSource(Samples(self.splits.train, self.config.seed), self.to_device)
-        return next(source.batches(iter([Request(0, torch.tensor(indices))])))
+        epoch = getattr(self.splits.train.dataset, "largest_epoch", 0)
+        return next(source.batches(iter([Request(epoch, torch.tensor(indices))])))
 
     def samples(self, count: int) -> Tree:
         """Inputs (n, ...) of the first `count` samples, fewer where there are fewer."""

@@ -38,8 +38,8 @@ class Known:
     def settings(self) -> dict[str, Any]:
         """As options of group `data`, as far as they are known."""
         known = self.signature
-        square = len(known.input_shape) == 3 and known.input_shape[1] == known.input_shape[2]
-        found: dict[str, Any] = {"image_size": known.input_shape[1] if square else None, "eval_size": known.eval_size,
+        height, width = known.input_shape[1:] if len(known.input_shape) == 3 else (None, None)
+        found: dict[str, Any] = {"image_size": height if height == width else [height, width], "eval_size": known.eval_size,
                                  "crop_pct": known.crop_pct, "interpolation": known.interpolation}  # fmt: skip
         if known.mean and known.std:
             found |= {"mean": list(known.mean), "std": list(known.std)}

@@ -117,7 +117,8 @@ def as_files(data: Any, trained: Trained) -> Any:
     """ImageOptions of how files are read for the model: as it was trained, but for what `data.*` states."""
     info = trained.info
     mean, std = (list(v) * info.in_chans if len(v) == 1 else list(v) for v in (info.mean, info.std))
-    known = {"image_size": info.shape[-1], "eval_size": info.eval_size, "crop_pct": info.crop_pct or 1.0,
+    size: Any = info.shape[-1] if info.shape[-1] == info.shape[-2] else list(info.shape[-2:])
+    known = {"image_size": size, "eval_size": info.eval_size, "crop_pct": info.crop_pct or 1.0,
              "interpolation": info.interpolation or "bilinear", "mean": mean, "std": std}  # fmt: skip
     stated = {field.name: getattr(data, field.name) for field in dataclasses.fields(ImageOptions) if hasattr(data, field.name)}
     if not isinstance(data, ImageOptions):  # of CIFAR or the like: what it says of itself concerns its own images
@@ -132,7 +133,7 @@ def view(config: Config, trained: Trained, options: Any, split: Split, ranks: Ra
     found = {"model": trained.origin + of_run}
     if config.predict.path is not None:
         size = options.eval_size or options.image_size
-        found["images"] = (f"{size} px, crop {options.crop_pct:g}, {options.interpolation}, mean {_numbers(options.mean)}, "
+        found["images"] = (f"{size if isinstance(size, int) else ' x '.join(map(str, size))} px, crop {options.crop_pct:g}, {options.interpolation}, mean {_numbers(options.mean)}, "
                            f"std {_numbers(options.std)}")  # fmt: skip
     found["samples"] = f"{len(split):,} of {config.predict.path or f'data={config.data.name}'}"
     found["parallel"] = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''} on {accelerator.name(device)}, " + (

@@ -184,13 +184,14 @@ class Rehearsal:
         if is_out_of_memory(error):
             return error
         shapes = [tuple(first(inputs).shape[1:]), self.splits.info.shape]
+        size = str(shapes[0][-1] if shapes[0][-1] == shapes[0][-2] else list(shapes[0][-2:])) if len(shapes[0]) == 3 else "null"
         key, value, way_out = "model.name", self.model.name, "choose a model for such inputs"
         if which == "evaluation" and shapes[0] != shapes[1]:
             key, value = "data.eval_size", shapes[0][-1]
             way_out = "set data.eval_size=null, or let the model take any size (+model.kwargs.dynamic_img_size=true)"
         elif hasattr(self.model, "arch"):
             key, value = "model.arch", self.model.arch
-            way_out = f"set +model.kwargs.img_size={shapes[0][-1]}, or data.image_size to what it takes"
+            way_out = f"set +model.kwargs.img_size={size}, or data.image_size to what it takes"
         if isinstance(inputs, Tensor) and inputs.dtype != torch.float32:
             way_out = "let the dataset return float32 (images: uint8), or choose a model for such inputs"
         return ConfigError(key, value, f"the model cannot take the {which}'s inputs, {_form(inputs)}, as of "
