@@ -12,6 +12,7 @@ import torch
 from harness import BASE, plain, summary, train, train_ranks
 from test_data_files import photo
 
+from isobatch import tasks
 from isobatch.config import load, options
 from isobatch.data.held_out import HeldOut
 from isobatch.errors import ConfigError
@@ -144,7 +145,7 @@ def test_a_third_split_is_evaluated_on_request_alone(photos: Path, tmp_path: Pat
     with pytest.raises(AssertionError, match=r"evaluate\.split=test: data=image_folder has no third split"):
         train_refused(tmp_path / "none", *again, "evaluate.split=test")
     with pytest.raises(ConfigError, match=r"evaluate\.split=test: task=train does not look at a third split"):
-        load(plain("evaluate.split=test"))
+        tasks.of(load(plain("evaluate.split=test")))
 
 
 def train_refused(folder: Path, *words: str) -> None:

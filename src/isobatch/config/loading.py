@@ -136,9 +136,6 @@ def check_together(config: Config) -> None:
     elif config.batch.effective is None:
         raise ConfigError("batch.effective", None, "batch.micro=auto needs an effective batch to divide",
                           "set batch.effective=48")  # fmt: skip
-    if config.evaluate.split != "eval" and config.task != "evaluate":
-        raise ConfigError("evaluate.split", config.evaluate.split, f"task={config.task} does not look at a third split",
-                          "set task=evaluate, or evaluate.split=eval")  # fmt: skip
     config.parallel.check_with(config)
     config.clip.check_with(config.max_grad_norm)
     config.audit.check_with(config)

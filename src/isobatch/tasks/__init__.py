@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from isobatch.checks import choice
+from isobatch.errors import ConfigError
 from isobatch.tasks.base import Task, Work
 from isobatch.tasks.evaluation import Evaluate
 from isobatch.tasks.export import Export
@@ -29,5 +30,8 @@ def of(config: Config) -> Task:
     """
     choice("task", config.task, tuple(TABLE))
     task = TABLE[config.task]
+    if config.evaluate.split not in task.splits:
+        raise ConfigError("evaluate.split", config.evaluate.split, f"task={config.task} does not look at a third split",
+                          "set task=evaluate, or evaluate.split=eval")  # fmt: skip
     task.check(config)
     return task

@@ -47,6 +47,7 @@ class Task:
         reads_data: the data has to be there.
         logs: it has a logger.
         one_process: it starts no ranks of its own, whatever `parallel` asks for.
+        splits: which `evaluate.split` may name.
     """
 
     name: ClassVar[str]
@@ -56,6 +57,7 @@ class Task:
     reads_data: ClassVar[bool] = True
     logs: ClassVar[bool] = True
     one_process: ClassVar[bool] = False
+    splits: ClassVar[tuple[str, ...]] = ("eval",)
 
     def check(self, config: Config) -> None:
         """Refuse what cannot be done, before anything starts. Imports nothing heavy.

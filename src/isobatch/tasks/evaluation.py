@@ -19,6 +19,7 @@ MOST_ROWS = 1000  # classes of a table that a logger still shows
 
 class Evaluate(Task):
     name = "evaluate"
+    splits = ("eval", "test")
 
     def check(self, config: Config) -> None:
         needs_weights(self, config)
