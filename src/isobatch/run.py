@@ -28,7 +28,7 @@ from isobatch.launch.signals import STOP
 from isobatch.launch.withdrawal import withdraw
 from isobatch.logger import Logger, RunInfo
 from isobatch.model import freezing
-from isobatch.planner import cost, micro
+from isobatch.planner import micro
 from isobatch.planner import notes as plan_notes
 from isobatch.planner.preview import Preview, preview, world
 from isobatch.planner.sharing import Sharing, decide
@@ -119,6 +119,7 @@ class Run:
         freezing.freeze(model, getattr(config.model, "freeze", ()))
         chosen = self.choose_batch(model, splits)
         batch = chosen.batch
+        self.config = config = config.debug.on(config, batch.effective)
         order_size = config.sampler.order_size(len(splits.train))
         plan = self.resume.placed(BatchPlan(batch, order_size, config.sampler.tail))
         if self.resume.saved is not None or not self.resume.uses_weights:  # else nothing is normalised by shards
@@ -152,8 +153,8 @@ class Run:
         notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
         view = {"data": plan_notes.data(splits), **plan_notes.view(config, plan, total, self.world, device), **ahead.view}
         self.console.plan(view, notes)
-        if ahead.table:
-            self.console.table(cost.HEAD, ahead.table)
+        for head, rows in ahead.tables:
+            self.console.table(head, rows)
         if self.task.built == "plan":
             return
         self.assemble(model, splits, plan, total, sharing)
@@ -246,7 +247,8 @@ class Run:
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,
             total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
             eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if config.eval_every else plan.ahead,
-            stop_requested=STOP.asked, pace=pace.watched(config, state, ranks, device), chain=rules.chain,
+            profiler=config.profile.build(self.run_dir, ranks, device), stop_requested=STOP.asked,
+            pace=pace.watched(config, state, ranks, device), chain=rules.chain,
         )  # fmt: skip
         self.loop.audit = hooks.wanted(config, self.loop, lanes, seed.all, withdraw)
 
@@ -272,7 +274,8 @@ class Run:
             state.logger_run_id = self.logger.run_id
         earlier = self.resume.earlier_result() if self.resume.finished else None
         show = Showing(self.loop, self.data_info)
-        self.task.perform(Work(self.config, self.run_dir, self.loop, self.data_info, self.resume.saved, earlier))
+        with self.config.debug.watching(), self.loop.profiler:
+            self.task.perform(Work(self.config, self.run_dir, self.loop, self.data_info, self.resume.saved, earlier))
         if self.fingerprint is not None:
             self.fingerprint.write(self.run_dir, self.ranks)
         show()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from isobatch.checkpoint import NoCheckpoint
     from isobatch.clip import ClipOptions
     from isobatch.data.base import DataOptions
+    from isobatch.debug import NoDebug
     from isobatch.ema.options import EmaOptions
     from isobatch.logger.options import LoggerOptions
     from isobatch.loss.losses import Loss
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from isobatch.optimizer import OptimizerOptions
     from isobatch.parallel.base import Single
     from isobatch.precision.levels import Full
+    from isobatch.profile import NoProfile
     from isobatch.reduction.protocol import Reduction
     from isobatch.sampler import Sampler
     from isobatch.scheduler import Factors
@@ -228,4 +230,6 @@ class Config(Settings):
     audit: NoAudit
     logger: LoggerOptions
     writer: WriterOptions
+    debug: NoDebug
+    profile: NoProfile
     plain: dict[str, Any] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from isobatch import (
     checkpoint,
     clip,
     data,
+    debug,
     ema,
     logger,
     loss,
@@ -19,6 +20,7 @@ from isobatch import (
     optimizer,
     parallel,
     precision,
+    profile,
     reduction,
     sampler,
     scheduler,
@@ -47,6 +49,8 @@ _MODULES = {
     "audit": audit,
     "logger": logger,
     "writer": writer,
+    "debug": debug,
+    "profile": profile,
 }
 GROUPS = tuple(_MODULES)
 TABLES: dict[str, dict[str, Any]] = {group: module.TABLE for group, module in _MODULES.items()}

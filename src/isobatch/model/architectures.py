@@ -27,12 +27,14 @@ class Model:
     Args:
         batch_norm: `shard` (statistics of a shard; running statistics averaged over the window), `sync` (over the
             whole micro step of all ranks, CUDA only), `frozen` (as loaded).
+        table: show the layers with the plan: output, weights, operations.
         freeze: names of parts that keep their weights (see freezing.py); `backbone` = all but the classifier.
     """
 
     name: str = ""
     batch_norm: str = "shard"
     freeze: list[str] = field(default_factory=list)
+    table: bool = option(False, resume="free")
 
     def __post_init__(self) -> None:
         choice("model.batch_norm", self.batch_norm, BATCH_NORM)

@@ -14,7 +14,7 @@ from isobatch.batch_plan import Batch
 from isobatch.config import Config
 from isobatch.data import Splits
 from isobatch.launch import devices
-from isobatch.planner import cost, estimate
+from isobatch.planner import cost, estimate, layers
 from isobatch.planner.estimate import MB, Resident
 from isobatch.planner.hooks import without_global_hooks
 from isobatch.planner.trial import Trial, is_out_of_memory
@@ -49,12 +49,13 @@ def world(config: Config, ranks: Ranks) -> Ranks:
 
 @dataclass
 class Preview:
-    """`view`: label -> text for the plan; `record`: for plan.json; `notes`; `table`: rows of the cost model."""
+    """`view`: label -> text for the plan; `record`: for plan.json; `notes`; `tables`: (head, rows): the network's layers, the
+    cost model."""
 
     view: dict[str, str] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    table: list[tuple[str, ...]] = field(default_factory=list)
+    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = field(default_factory=list)
 
 
 @without_global_hooks()
@@ -72,6 +73,9 @@ def preview(config: Config, model: nn.Module, splits: Splits, batch: Batch, devi
     found = Preview({"memory": f"{listed}: {_mb(resident.total)} MB per replica, without activations"})
     found.record["memory_mb"] = {name.replace(" ", "_"): None if size is None else round(size / MB, 3)
                                  for name, size in parts.items()}  # fmt: skip
+    if getattr(config.model, "table", False):
+        found.tables.append((layers.HEAD, layers.rows(Trial(config, model, splits, device))))
+        found.record["layers"] = [dict(zip(layers.HEAD, row, strict=True)) for row in found.tables[0][1]]
     if tasks.of(config).built == "plan":
         _measure(found, listed, resident, config, model, splits, batch, device)
     return found
@@ -98,7 +102,7 @@ def _measure(found: Preview, listed: str, resident: Resident, config: Config, mo
     if measured is None:
         return
     rows = cost.rows(batch, measured, resident.wire, config.cost)
-    found.table = cost.table(rows)
+    found.tables.append((cost.HEAD, cost.table(rows)))
     found.record["cost"] = {"forward_s": measured.forward_s, "backward_s": measured.backward_s,
                             "samples": measured.samples, "gradient_bytes": resident.wire.gradients,
                             "wire": asdict(resident.wire), "rows": [asdict(r) for r in rows]}  # fmt: skip

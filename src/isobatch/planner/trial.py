@@ -124,6 +124,11 @@ class Trial:
         finally:
             self._clear()
 
+    def forward(self, samples: int) -> None:
+        """A training forward, for what watches it."""
+        with self._unnoticed(), torch.no_grad():
+            self._loss(*self._batch(samples))
+
     def timed(self, samples: int) -> Measured:
         """The faster of two runs, after one to warm up."""
         try:

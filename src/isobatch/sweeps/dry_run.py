@@ -118,6 +118,7 @@ class Estimate:
             batch = resolve_batch(config.batch.effective, None, None, replicas, config.batch.shard)
         else:
             batch = resolve_batch(config.batch.effective, micro, config.accumulation.steps, replicas, config.batch.shard)
+        config = config.debug.on(config, batch.effective)
         plan = BatchPlan(batch, config.sampler.order_size(self.size(config)), config.sampler.tail)
         updates = config.steps or (config.epochs or 0) * plan.windows_per_epoch
         if not task.trains:

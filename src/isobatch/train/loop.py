@@ -19,6 +19,7 @@ from isobatch.data.feed import Feed, WindowData
 from isobatch.errors import JobFailed, Stopped
 from isobatch.evaluate.evaluator import Evaluator
 from isobatch.logger import Logger
+from isobatch.profile.profiler import Profiler
 from isobatch.run_folder.files import RunFiles
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
@@ -76,6 +77,7 @@ class Loop:
     warmup: int = 0
     ahead: int = 0  # of the steps that evaluations are counted by (BatchPlan.ahead)
     evaluated: Callable[[], None] = lambda: None  # what follows an evaluation while training
+    profiler: Profiler = field(default_factory=Profiler)
     audit: Callable[[TrainState, Parts, Iterator[WindowData]], Iterator[WindowData]] | None = None
     chain: Chain = field(default_factory=Chain)
     ending: Ending | None = None  # how a rule has ended the run before its length was up
@@ -118,6 +120,7 @@ class Loop:
         if self.audit is not None:
             windows = self.audit(state, self.parts, windows)
             self.clock.restart()
+        windows = self.profiler.windows(windows, state, self.parts)
         logged_samples = state.samples
         logged_s = self.clock.train_s
         timed_from = state.step + self.warmup
@@ -141,6 +144,7 @@ class Loop:
                 if at_once := self.parts.device.type == "cpu" or state.step == 1 or self._pauses(state.step):
                     accelerator.wait(self.parts.device)  # what comes next needs the row, or a clock that is right
                 seconds = self.clock.lap()
+                row |= self.profiler.row()
                 row["perf/samples_per_s"] = (state.samples - logged_samples) / max(seconds - logged_s, 1e-9)
                 if state.step > timed_from:
                     row["time_s"] = seconds
