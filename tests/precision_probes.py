@@ -19,7 +19,7 @@ PLAIN_SGD = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0"
 def model_of(name: str, build: Callable[[DataInfo], nn.Module]) -> tuple[str, ...]:
     """Overrides that train what `build` returns."""
     fields = [("name", str, name), ("batch_norm", str, "shard"), ("outputs", Any, None), ("bias", Any, None),
-              ("init", Any, None), ("freeze", Any, None)]  # fmt: skip
+              ("init", Any, None), ("freeze", Any, None), ("table", bool, False)]  # fmt: skip
     model.TABLE[name] = make_dataclass("ProbeModel", fields, frozen=True,
                                        namespace={"build": lambda self, info: build(info)})  # fmt: skip
     return "model=linear", f"model.name={name}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-NEVER = 10**12  # steps between two evaluations; the last step of a run is evaluated all the same
+NEVER = 2**31 - 1  # steps between two evaluations; the last step of a run is evaluated all the same
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ ADDED = {
     "model=custom": FEW,
     "isobatch.report": "",
     "train.py doctor": "",
+    "debug=short": "model=mlp",
+    "task=lr_range": "lr_range.steps=12 model=mlp",
 }
 SKIPPED = ("make ", "pip ")  # installing: CI does it before these tests
 
@@ -84,7 +86,7 @@ pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on 
 LONG = ("experiment=article", "reduction=exact parallel=ddp", "task=plan", "sweep.tolerance=0", "experiment=strategies",
         "experiment=equivalence", "experiment=memory", "parallel=fsdp", "experiment=digits", "experiment=finetune",
         "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=predict",
-        "task=export", "task=replay", "resume=runs/first epochs")  # fmt: skip
+        "task=export", "task=replay", "resume=runs/first epochs", "debug=short", "task=lr_range")  # fmt: skip
 
 
 @pytest.mark.timeout(220)

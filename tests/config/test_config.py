@@ -11,7 +11,7 @@ from harness import plain
 
 from isobatch import tasks
 from isobatch.config import TABLES, BatchOptions, Settings, SweepOptions, load
-from isobatch.config.schema import CostOptions, PredictOptions, ReplayOptions
+from isobatch.config.schema import CostOptions, EvaluateOptions, LrRangeOptions, PredictOptions, ReplayOptions
 from isobatch.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -126,10 +126,11 @@ def test_a_wrong_value_gets_one_line_with_key_value_and_way_out(overrides: list[
 def test_the_top_level_defaults_are_those_of_the_file() -> None:
     written = plain()
     for field in dataclasses.fields(Settings):
-        if field.name not in ("batch", "sweep", "cost", "replay", "predict"):
+        if field.name not in ("batch", "sweep", "cost", "replay", "predict", "evaluate", "lr_range"):
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             assert written[field.name] == default, field.name
-    known = {"batch": BatchOptions, "sweep": SweepOptions, "cost": CostOptions, "predict": PredictOptions}
+    known = {"batch": BatchOptions, "sweep": SweepOptions, "cost": CostOptions, "predict": PredictOptions,
+             "evaluate": EvaluateOptions, "lr_range": LrRangeOptions}  # fmt: skip
     for name, options in known.items():
         assert written[name] == dataclasses.asdict(options()), name
     assert list(written["replay"].values()) == list(dataclasses.asdict(ReplayOptions()).values())  # `from` is called `start`

@@ -18,7 +18,7 @@ from isobatch.config.tables import GROUPS, MARKS, TABLES
 from isobatch.resume.contract import differences
 from isobatch.runtime import hardware, machine
 
-BELOW_ROOT = {"data.train_dir", "data.eval_dir"}  # names inside another path
+BELOW_ROOT = {"data.train_dir", "data.eval_dir", "data.test_dir"}  # names inside another path
 OWN = [(group, name, cls) for group in GROUPS for name, cls in TABLES[group].items() if cls.__module__.startswith("isobatch.")]
 
 
@@ -141,7 +141,8 @@ def test_what_is_contract_and_what_decides_bits_stands_here_once_more() -> None:
     assert of_groups == {
         **dict.fromkeys(("sampler", "data", "augment", "model", "loss", "optimizer", "scheduler", "ema", "clip"), "contract"),
         **dict.fromkeys(("precision", "reduction"), "identity"),
-        **dict.fromkeys(("parallel", "accumulation", "stop", "metrics", "checkpoint", "audit", "logger", "writer"), "free"),
+        **dict.fromkeys(("parallel", "accumulation", "stop", "metrics", "checkpoint", "audit", "logger", "writer", "debug",
+                         "profile"), "free"),
     }
     top = {key: mark.resume for key, mark in marked.top_level().items()}
     assert {key for key, kind in top.items() if kind == "contract"} == {"seed", "max_grad_norm"}

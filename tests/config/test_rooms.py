@@ -180,7 +180,7 @@ def test_what_a_task_is_like_stands_in_its_class_alone() -> None:
         and any(isinstance(side, ast.Attribute) and side.attr == "task" for side in (node.left, *node.comparators))
     ]
     assert compared == []
-    assert list(TABLE) == ["train", "evaluate", "predict", "export", "plan", "replay"]
+    assert list(TABLE) == ["train", "evaluate", "predict", "export", "plan", "replay", "lr_range"]
     for name, task in TABLE.items():
         assert task.name == name and task.built in ("nothing", "model", "plan", "loop")
         own = {"nothing": "alone", "model": "apply", "plan": None, "loop": "perform"}[task.built]

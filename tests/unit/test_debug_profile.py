@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BASE, plain, rows, summary, train, train_ranks
+from harness import BASE, plain, summary, train, train_ranks
 
 from isobatch.config import load, options
 from isobatch.debug import SameAgain
@@ -18,6 +18,10 @@ from isobatch.errors import ConfigError
 from isobatch.profile import Memory
 from isobatch.profile.trace import MemoryHistory
 from isobatch.sampler import Shuffle
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
 
 WORDS = ("data=digits", "batch.effective=24", "batch.shard=6", "reduction=exact", "log_every=1", *BASE)
 
@@ -101,9 +105,10 @@ def test_the_operations_are_those_of_forward_and_backward() -> None:
     network = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     parts = SimpleNamespace(working=SimpleNamespace(module=network), device=torch.device("cpu"),
                             precision=SimpleNamespace(_precision=Precision()))  # fmt: skip
+    inputs = torch.rand(6, 8)
     before = torch.get_rng_state()
     # forward 2*(32+8); backward: weights as much, inputs of the second layer alone
-    assert flops_of(parts, SimpleNamespace(inputs=torch.rand(6, 8))) == 2 * (32 + 8) * 2 + 2 * 8
+    assert flops_of(parts, SimpleNamespace(inputs=inputs)) == 2 * (32 + 8) * 2 + 2 * 8
     assert torch.get_rng_state().equal(before) and network[0].weight.grad is None
 
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from isobatch.batch_plan import resolve_batch
 from isobatch.checks import complaint, way_to_option
 from isobatch.config.schema import (
-    BatchOptions, Config, CostOptions, EvaluateOptions, PredictOptions, ReplayOptions, Settings, SweepOptions,
+    BatchOptions, Config, CostOptions, EvaluateOptions, LrRangeOptions, PredictOptions, ReplayOptions, Settings, SweepOptions,
 )  # fmt: skip
 from isobatch.config.tables import TABLES
 from isobatch.errors import ConfigError
@@ -46,10 +46,12 @@ def load(plain: Mapping[str, Any]) -> Config:
     replay = typed(ReplayOptions, again, "replay.")
     predict = typed(PredictOptions, scalars.pop("predict", {}), "predict.")
     evaluate = typed(EvaluateOptions, scalars.pop("evaluate", {}), "evaluate.")
+    lr_range = typed(LrRangeOptions, scalars.pop("lr_range", {}), "lr_range.")
     settings = typed(Settings, scalars, "")
     groups = {group: options(group, plain.get(group)) for group in TABLES}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
-    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay, "predict": predict, "evaluate": evaluate}
+    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay, "predict": predict, "evaluate": evaluate,
+               "lr_range": lr_range}  # fmt: skip
     values["plain"] = in_types(plain, {**values, **groups})
     config = Config(**{**values, **groups})
     check_together(config)

@@ -155,6 +155,28 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
+class LrRangeOptions:
+    """What `task=lr_range` goes through.
+
+    Args:
+        start, end: the learning rate of the first and of the last step; it grows by the same factor at each.
+        steps: how many. diverged: it ends where the loss has risen by so many times of what it was or had fallen by.
+    """
+
+    start: float = 1e-6
+    end: float = 10.0
+    steps: int = 100
+    diverged: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive("lr_range.start", self.start)
+        positive("lr_range.steps", self.steps)
+        within("lr_range.diverged", self.diverged, 0, 1e9)
+        if not self.start < self.end < 1e9:
+            raise ConfigError("lr_range.end", self.end, f"is not above lr_range.start={self.start:g}", "set lr_range.end=10")
+
+
+@dataclass(frozen=True)
 class Settings:
     """The top-level keys that are no group."""
 
@@ -170,6 +192,7 @@ class Settings:
     replay: Any = option(None, resume="free")
     predict: Any = option(None, resume="free", path=("path",))
     evaluate: Any = option(None, resume="free")
+    lr_range: Any = option(None, resume="free")
     max_grad_norm: float | None = option(None, resume="contract")
     log_every: int = option(10, resume="free")
     eval_every: int | None = option(None, resume="free")

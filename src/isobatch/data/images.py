@@ -41,7 +41,7 @@ class LabelledImages(ABC):
         self.labels = numpy.asarray(labels, dtype=numpy.int64)  # not a tensor: reading one number of it costs 20 times more
         self.options, self.transform, self.size = options, transform, options.image_size
         black, white = options.pixel_range or (None, None)
-        self.sizes: list[tuple[int, Size]] = []
+        self.stages: list[tuple[int, Size]] = []  # (first epoch, size of its images)
         self.decode, self.how = pixels.decode_crop, pixels.Decoding(
             options.in_chans, options.decode == "fast", options.exif == "apply", black, white,
             options.max_pixels or pixels.MOST_PIXELS,
@@ -50,14 +50,14 @@ class LabelledImages(ABC):
 
     def at_epoch(self, epoch: int) -> None:
         """Samples that are read from now on are of this epoch, and as large as its images are."""
-        for begin, size in self.sizes:
+        for begin, size in self.stages:
             if begin <= epoch:
                 self.size = size
 
     @property
     def largest_epoch(self) -> int:
         """One whose images are the largest."""
-        return max(self.sizes, key=lambda entry: math.prod(sides(entry[1])))[0] if self.sizes else 0
+        return max(self.stages, key=lambda stage: math.prod(sides(stage[1])))[0] if self.stages else 0
 
     @abstractmethod
     def data(self, index: int) -> bytes:
@@ -194,7 +194,7 @@ class ImageOptions(HeldOut, Reading):
         info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes),
                         self.eval_size, options.crop_pct, options.interpolation, tuple(notes))  # fmt: skip
 
-        train.sizes = [(begin, side) for begin, side in self.sizes or []]
+        train.stages = [(begin, side) for begin, side in self.sizes or []]
         for dataset in (evaluation, test):
             if dataset is not None:
                 dataset.size = self.eval_size or size

@@ -9,6 +9,7 @@ from isobatch.errors import ConfigError
 from isobatch.tasks.base import Task, Work
 from isobatch.tasks.evaluation import Evaluate
 from isobatch.tasks.export import Export
+from isobatch.tasks.lr_range import LrRange
 from isobatch.tasks.planning import Plan
 from isobatch.tasks.predict import Predict
 from isobatch.tasks.replay import Replay
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TABLE", "Task", "Work", "of"]
 
-TABLE: dict[str, Task] = {task.name: task for task in (Train(), Evaluate(), Predict(), Export(), Plan(), Replay())}
+TABLE: dict[str, Task] = {task.name: task for task in (Train(), Evaluate(), Predict(), Export(), Plan(), Replay(), LrRange())}
 
 
 def of(config: Config) -> Task:
