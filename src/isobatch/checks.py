@@ -16,6 +16,7 @@ def sides(size: Size) -> tuple[int, int]:
     """(height, width)."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
+
 # what OmegaConf says of a value of the wrong type -> what it should have been
 KINDS = {"converted to Integer": "no whole number", "converted to Float": "no number", "not a ListConfig": "no list",
          "to Dict[": "no group of settings", "not a valid bool": "neither true nor false"}  # fmt: skip

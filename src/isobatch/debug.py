@@ -41,7 +41,7 @@ class NoDebug:
 
 
 class SameAgain:
-    """The first `samples` of a sampler's first epoch, in every epoch. What is drawn for a sample differs from epoch to epoch."""
+    """The first `samples` of a sampler's first epoch, in every epoch. What is drawn for a sample differs."""
 
     def __init__(self, sampler: Any, samples: int):
         self.sampler, self.samples = sampler, samples

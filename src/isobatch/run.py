@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,6 @@ from isobatch.train.rehearsal import SAMPLES, rehearse
 from isobatch.train.showing import Showing
 from isobatch.train.state import TrainState
 from isobatch.train.step import Parts, mean
-
-log = logging.getLogger("isobatch")
 
 
 def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
@@ -153,8 +150,7 @@ class Run:
         notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
         view = {"data": plan_notes.data(splits), **plan_notes.view(config, plan, total, self.world, device), **ahead.view}
         self.console.plan(view, notes)
-        for head, rows in ahead.tables:
-            self.console.table(head, rows)
+        ahead.show(self.console)
         if self.task.built == "plan":
             return
         self.assemble(model, splits, plan, total, sharing)
@@ -195,8 +191,7 @@ class Run:
         reducer = config.reduction.build(working, strategy, plan, ranks, device)
         reducer = elements.in_front_of(reducer, given, SAMPLES, plan.batch, ranks, device)
         reducer = sharpness.around(config.optimizer, reducer, working, [p for p in model.parameters() if p.requires_grad])
-        rules = governed(config, model, optimizer, total, plan,
-                         better.there([metric.names for metric in metrics], average is not None))  # fmt: skip
+        rules = governed(config, model, optimizer, total, plan, metrics, average is not None, self.run_dir, ranks)
         checkpointer = config.checkpoint.build(self.run_dir, ranks, self.about)
         state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
                            followers={**rules.followers, "leaders": checkpointer.leaders})  # fmt: skip
@@ -239,9 +234,8 @@ class Run:
                 evaluated, source(evaluated, False), config.loss.evaluation(), config.precision, ranks, device,
                 # with exact the same bits at any micro batch
                 config.batch.eval or (plan.batch.shard if config.reduction.exact else self.plan["micro_batch"]),
-                splits.info.num_classes, config.loss.averages, plan.batch.shard,
+                splits.info.num_classes, config.loss.averages, plan.batch.shard, views=config.evaluate.views,
                 after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes, metrics=metrics, example=seen,
-                views=config.evaluate.views,
             ),
             schedule=rules.schedule, stopping=rules.stopping, ending=self.resume.ended(rules.stopping.ending),
             checkpointer=checkpointer, logger=self.logger, console=self.console, files=self.files, ranks=ranks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,15 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness import BASE, rows, summary, train, train_ranks
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 
-from isobatch import hydra_patches
+from isobatch import hydra_patches, study
 from isobatch.config import conf_folder
 from isobatch.hydra_patches.refusals import Refusal
+from isobatch.study import VARIABLE
 from isobatch.sweeps import search
 from isobatch.sweeps.search import Search, abandoned, consecutive
 
@@ -169,6 +173,79 @@ def test_what_cannot_be_searched_is_one_line(tmp_path: Path) -> None:
         searched(tmp_path, "seed=3")
     with pytest.raises(Refusal, match=r"hydra\.sweeper\.storage=.*cannot be opened"):
         searched(tmp_path, "hydra.sweeper.storage=nosuch:///x", LR)
+
+
+MEDIAN = ("hydra.sweeper.pruner.name=median", "hydra.sweeper.pruner.n_startup_trials=1")
+
+
+def test_a_pruned_job_is_neither_complete_nor_failed(tmp_path: Path) -> None:
+    """The jobs see where the study is; what they leave says how they ended."""
+    seen: list[Any] = []
+
+    def job(overrides: list[str]) -> float:
+        number = len(seen)
+        seen.append(json.loads(os.environ[VARIABLE]))
+        (tmp_path / "a" / str(number)).mkdir(parents=True)
+        state = "pruned" if number == 2 else "completed"
+        (tmp_path / "a" / str(number) / "summary.json").write_text(json.dumps({"state": state}))
+        return 1.0 if number == 2 else 0.1 * number
+
+    url = f"hydra.sweeper.storage=journal:{tmp_path / 'study.log'}"
+    words = (url, "hydra.sweeper.n_trials=4", *MEDIAN, LR)
+    _, found = searched(tmp_path / "a", *words, value=job)
+    assert "best_job: 3" in found, "the best is what was pruned"
+    assert seen[0]["pruner"]["name"] == "median" and VARIABLE not in os.environ
+    kept = load_study(seen[0])
+    assert [trial.state.name for trial in kept.trials] == ["COMPLETE", "COMPLETE", "PRUNED", "COMPLETE"]
+    assert searched(tmp_path / "a", *words, value=job)[0] == [], "the same command adds a trial"
+
+
+def load_study(told: dict[str, Any]) -> Any:
+    import optuna
+
+    return optuna.load_study(study_name=told["study"], storage=study.storage(told["storage"]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_that_promises_nothing_ends_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    import optuna
+
+    monkeypatch.setenv(VARIABLE, "")  # as it was, afterwards
+    where = f"journal:{tmp_path / 'study.log'}"
+    kept = optuna.create_study(storage=study.storage(where), study_name="s", direction="maximize")
+    for _ in range(2):
+        trial = kept.ask()
+        for step in (2, 4, 6):
+            trial.report(0.99 if step > 2 else 0.0, step)
+        kept.tell(trial, 0.99)
+    assert kept.ask().number == 2
+    study.announce(where, "s", {"name": "median", "n_startup_trials": 1})
+    words = (*BASE, "data=digits", "epochs=null", "steps=6", "eval_every=2", "log_every=1", "batch.shard=24")
+    if ranks == 1:
+        train(tmp_path / "2", *words)
+    else:
+        train_ranks(2, tmp_path / "2", *words)
+    done = summary(tmp_path / "2")
+    assert (done["state"], done["steps"], done["error"]) == ("pruned", 4, None) and "step 4" in done["reason"]
+    assert list(load_study({"study": "s", "storage": where}).trials[2].intermediate_values) == [2, 4]
+    assert rows(tmp_path / "2", "eval/accuracy").__len__() == 2 and (tmp_path / "2" / "checkpoints" / "last").exists()
+    if ranks == 1:
+        monkeypatch.setattr(study.Trial, "worth_going_on", lambda self, result: 1 / 0)
+        train(tmp_path / "apart", *words)  # of no search: its folder is no number
+        assert summary(tmp_path / "apart")["state"] == "completed"
+
+
+def test_a_study_out_of_reach_prunes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    trial = object.__new__(study.Trial)
+    trial.objective, trial.known, trial.trial = None, set(), None  # type: ignore[assignment]
+    assert trial.worth_going_on({"step": 3, "eval/accuracy": 0.5}) and "cannot be reached" in caplog.text
+
+
+def test_what_cannot_prune_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"hydra\.sweeper\.pruner=.*optuna does not take it"):
+        searched(tmp_path, *MEDIAN, "hydra.sweeper.pruner.patience=3", LR)
+    with pytest.raises(Exception, match="pruner"):
+        searched(tmp_path, "hydra.sweeper.pruner.name=best", LR)
 
 
 def test_rounds_are_launched_in_runs_of_numbers(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "isobatch"
 MODULES = sorted(SRC.rglob("*.py"))
 GROUPS = ("parallel", "precision", "sampler", "accumulation", "reduction", "data", "augment", "model", "loss", "optimizer",
-          "scheduler", "ema", "clip", "stop", "metrics", "checkpoint", "audit", "logger", "writer", "debug", "profile")  # fmt: skip
+          "scheduler", "ema", "clip", "stop", "metrics", "checkpoint", "audit", "logger", "writer", "debug",
+          "profile")  # fmt: skip
 
 
 def room(path: Path) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from harness import BASE, train, train_ranks
+from PIL import Image
 from test_data_files import photo
 
 from isobatch.augment.mixing import ShardMixer
@@ -108,7 +108,8 @@ def test_each_option_does_what_it_says() -> None:
         filled = erased[:, (erased != image).all(0)]
         assert filled.shape[1] and len(filled[0].unique()) >= values and (values == 8 or len(filled[0].unique()) == 1), mode
     assert changed(erase=1.0, erase_mode="const")[:, 8].unique().numel() and any(
-        len(changed(seed, erase=1.0, erase_mode="rand", erase_count=4)[0].flatten().unique()) < 256 for seed in range(3))
+        len(changed(seed, erase=1.0, erase_mode="rand", erase_count=4)[0].flatten().unique()) < 256 for seed in range(3)
+    )
     ways = {SampleTransform(random_interpolation=True).way() for _ in range(40)}
     assert ways == {"bilinear", "bicubic"} and SampleTransform().way() == "bilinear"
 
@@ -135,12 +136,15 @@ def test_nothing_is_mixed_towards_the_end() -> None:
     with pytest.raises(ConfigError, match=r"augment\.mix_until=90%: ends a mixing, and nothing is mixed"):
         off.batch_transform(DataInfo("x", (1, 8, 8), 10), 0)
     with pytest.raises(ConfigError, match=r"augment\.random_interpolation=True: is of a resized crop, and this one is pad"):
-        options("augment", {"name": "simple", "random_interpolation": True}).sample_transform(options("data", {"name": "digits"}))
+        options("augment", {"name": "simple", "random_interpolation": True}).sample_transform(
+            options("data", {"name": "digits"})
+        )
 
 
 @pytest.mark.timeout(240)
 def test_every_plan_augments_and_stops_mixing_alike(tmp_path: Path) -> None:
-    words = ("data=digits", "augment=mixup", "augment.mix_until=50%", "augment.vflip=0.5", "augment.grey=0.3", "augment.blur=0.5",
+    words = ("data=digits", "augment=mixup", "augment.mix_until=50%", "augment.vflip=0.5", "augment.grey=0.3",
+             "augment.blur=0.5",
              "augment.color_jitter=0.4", "augment.jitter_prob=0.5", "augment.erase=0.5", "augment.erase_mode=rand",
              "augment.erase_count=2", "steps=4", "epochs=null", "log_every=1", "batch.effective=24", "batch.shard=6",
              "reduction=exact", *BASE)  # fmt: skip

@@ -19,6 +19,7 @@ from isobatch.profile import Memory
 from isobatch.profile.trace import MemoryHistory
 from isobatch.sampler import Shuffle
 
+
 def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -147,5 +148,12 @@ def test_the_layers_are_shown_with_the_plan(tmp_path: Path, capsys: pytest.Captu
     train(tmp_path, *WORDS, "task=plan", "model.table=true")
     layers = json.loads((tmp_path / "plan.json").read_text())["layers"]
     assert [row["kind"] for row in layers] == ["Flatten", "Linear", "ReLU", "Linear", "Sequential"]
-    assert layers[1] == {"layer": "1", "kind": "Linear", "output": "16", "weights": "1,040", "trained": "1,040", "MFLOP": "0.002"}
+    assert layers[1] == {
+        "layer": "1",
+        "kind": "Linear",
+        "output": "16",
+        "weights": "1,040",
+        "trained": "1,040",
+        "MFLOP": "0.002",
+    }
     assert layers[-1]["weights"] == "1,210" and "MFLOP" in capsys.readouterr().out

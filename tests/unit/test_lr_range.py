@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import logging
 import math
@@ -30,8 +31,10 @@ def test_the_rate_grows_by_the_same_factor_on_every_plan(tmp_path: Path, caplog:
         one = train(tmp_path / "one", *words)
     rates = [float(row["lr"]) for row in rows(tmp_path / "one")]
     assert rates[0] == pytest.approx(1e-4) and rates[-1] == pytest.approx(0.1) and len(rates) == 16
-    assert [b / a for a, b in zip(rates, rates[1:], strict=False)] == pytest.approx([1000 ** (1 / 15)] * 15)
-    assert (tmp_path / "one" / "lr_range.png").read_bytes()[:4] == b"\x89PNG" and not (tmp_path / "one" / "checkpoints").exists()
+    assert [b / a for a, b in itertools.pairwise(rates)] == pytest.approx([1000 ** (1 / 15)] * 15)
+    assert (tmp_path / "one" / "lr_range.png").read_bytes()[:4] == b"\x89PNG" and not (
+        tmp_path / "one" / "checkpoints"
+    ).exists()
     assert "try optimizer.lr=" in caplog.text and summary(tmp_path / "one")["state"] == "completed"
     assert train_ranks(2, tmp_path / "two", *words)[0].weights == one.weights
     assert rows(tmp_path / "two") == rows(tmp_path / "one")

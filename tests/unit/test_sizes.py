@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BASE, train, train_ranks
+from harness import train, train_ranks
 from test_data_files import photo
 
 from isobatch.config import options
@@ -26,7 +26,7 @@ def test_a_crop_has_the_aspect_of_what_it_becomes(tmp_path: Path) -> None:
     whole = decode_crop(data, center_box(1.0, (20, 40)), (20, 40), "bilinear")
     assert whole.shape == (3, 20, 40)
     upright = decode_crop(data, center_box(1.0, (40, 20)), (40, 20), "bilinear")
-    assert upright.shape == (3, 40, 20) and not upright.float().mean() == whole.float().mean()
+    assert upright.shape == (3, 40, 20) and upright.float().mean() != whole.float().mean()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,8 @@ def test_sizes_are_a_function_of_the_epoch(photos: Path) -> None:
 
 @pytest.mark.parametrize(("given", "key"), [
     ({"image_size": [1, 2, 3]}, "image_size"), ({"image_size": 0}, "image_size"), ({"image_size": "big"}, "image_size"),
-    ({"image_size": True}, "image_size"), ({"image_size": [12, 16], "eval_size": 8}, "eval_size"), ({"sizes": [[1, 8]]}, "sizes"),
+    ({"image_size": True}, "image_size"), ({"image_size": [12, 16], "eval_size": 8}, "eval_size"),
+    ({"sizes": [[1, 8]]}, "sizes"),
     ({"sizes": []}, "sizes"), ({"sizes": 8}, "sizes"), ({"sizes": [[0, 8], [0, 9]]}, "sizes"), ({"sizes": [[0, 0]]}, "sizes"),
 ])  # fmt: skip
 def test_what_is_no_size_is_refused(photos: Path, given: dict[str, Any], key: str) -> None:
@@ -69,7 +70,9 @@ def test_growing_images_train_the_same_on_every_plan(photos: Path, tmp_path: Pat
              "batch.effective=8", "batch.shard=4", "reduction=exact", "epochs=3", "logger=none", "threads=1", "model=small",
              "optimizer.lr=0.001")  # fmt: skip
     shapes: list[tuple[int, ...]] = []
-    one = train(tmp_path / "one", *words, observe=lambda s, p, data: shapes.extend(m.inputs.shape[2:] for m in data.micro_batches))
+    one = train(
+        tmp_path / "one", *words, observe=lambda s, p, data: shapes.extend(m.inputs.shape[2:] for m in data.micro_batches)
+    )
     assert list(dict.fromkeys(map(tuple, shapes))) == [(24, 24), (28, 32), (32, 40)] and len(one.ids) == 9
     assert train_ranks(2, tmp_path / "two", *words)[0].weights == one.weights
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,9 @@ def test_one_folder_or_list_is_enough(photos: Path, given: dict[str, Any]) -> No
     splits = data.load(options("augment", {"name": "simple"}).sample_transform(data), 0)
     assert (len(splits.train), len(splits.eval), splits.test) == (24, 6, None)
     assert splits.eval.targets().bincount().tolist() == [2, 2, 2]
-    seen = {splits.train.describe(i).split("(")[1] for i in range(24)} | {splits.eval.describe(i).split("(")[1] for i in range(6)}
+    seen = {splits.train.describe(i).split("(")[1] for i in range(24)} | {
+        splits.eval.describe(i).split("(")[1] for i in range(6)
+    }
     assert len(seen) == 30
     for i in range(6):
         image, label = splits.eval.dataset[i]
@@ -123,8 +124,10 @@ def test_a_class_map_orders_joins_and_leaves_out(photos: Path, given: dict[str, 
     assert "/bee/" in two.train.describe(two.train.targets().tolist().index(0))
 
 
-@pytest.mark.parametrize(("text", "words"), [("", "makes 0 class"), ("ant\n", "makes 1 class"), ("ant\nant,x\n", "names ant twice"),
-                                             ("ant,b,c\nbee\n", "has the line"), ("dog\nant\n", "has no folder dog")])  # fmt: skip
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "makes 0 class"), ("ant\n", "makes 1 class"), ("ant\nant,x\n", "names ant twice"), ("ant,b,c\nbee\n", "has the line"),
+    ("dog\nant\n", "has no folder dog"),
+])  # fmt: skip
 def test_a_map_that_says_nothing_sound_is_refused(photos: Path, tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "map.txt"
     file.write_text(text)
@@ -156,14 +159,12 @@ def train_refused(folder: Path, *words: str) -> None:
 
 
 def test_mirrored_views_are_averaged() -> None:
-    from isobatch.evaluate.evaluator import Evaluator
+    from isobatch.evaluate.evaluator import Evaluator, chosen_split
 
     evaluator = object.__new__(Evaluator)
     evaluator.views = "flip"
     inputs = torch.arange(8.0).view(1, 1, 2, 4)
     assert evaluator._output(lambda x: x[..., 0].flatten(1), inputs).tolist() == [[1.5, 5.5]]
+    config, rows = load(plain("evaluate.views=flip")), options("data", {"name": "random_matrix"}).load(None, 0)
     with pytest.raises(ConfigError, match=r"evaluate\.views=flip: is of images"):
-        from isobatch.evaluate.evaluator import chosen_split
-
-        chosen_split(load(plain("evaluate.views=flip")).evaluate, options("data", {"name": "random_matrix"}).load(None, 0))
-    json.dumps(load(plain("evaluate.views=flip")).plain["evaluate"])
+        chosen_split(config.evaluate, rows)

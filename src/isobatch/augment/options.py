@@ -1,7 +1,7 @@
 """Group `augment`: per-sample transforms and batch mixing. Every draw is bound to the sample or the shard by its seed.
 
-Order within a sample: crop, flips, color jitter, policy, grey, blur, random erasing. Mixing (mixup, cutmix) runs on the device, within a
-shard, so that it is the same on every hardware plan.
+Order within a sample: crop, flips, color jitter, policy, grey, blur, random erasing. Mixing (mixup, cutmix) runs on
+the device, within a shard, so that it is the same on every hardware plan.
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ class Simple(NoAugment):
         within("augment.erase_count", self.erase_count, 1, 100)
         if self.mix_until is not None:
             object.__setattr__(self, "mix_until", amount("augment.mix_until", self.mix_until))
-        for key, without, of in (("jitter_prob", 1.0, "color_jitter"), ("erase_mode", "pixel", "erase"), ("erase_count", 1, "erase")):
+        for key, without, of in (
+            ("jitter_prob", 1.0, "color_jitter"),
+            ("erase_mode", "pixel", "erase"),
+            ("erase_count", 1, "erase"),
+        ):
             if getattr(self, key) != without and not getattr(self, of):
                 raise ConfigError(f"augment.{key}", getattr(self, key), f"says nothing with augment.{of}=0",
                                   f"set augment.{of} above 0, or augment.{key}={without}")  # fmt: skip
@@ -130,8 +134,9 @@ class Simple(NoAugment):
             padding=self.padding, flip=self.flip, vflip=self.vflip, color_jitter=self.color_jitter,
             jitter_prob=self.jitter_prob, policy=self.policy_name, grey=self.grey, blur=self.blur,
             erase=self.erase, erase_mode=self.erase_mode, erase_count=self.erase_count,
-            random_interpolation=self.random_interpolation, mean=mean, std=std, interpolation=getattr(data, "interpolation", "bilinear"),
-            size=getattr(data, "image_size", None), smallest=getattr(data, "smallest", None), value_range=getattr(data, "value_range", (0.0, 1.0)),
+            random_interpolation=self.random_interpolation, mean=mean, std=std,
+            interpolation=getattr(data, "interpolation", "bilinear"), size=getattr(data, "image_size", None),
+            smallest=getattr(data, "smallest", None), value_range=getattr(data, "value_range", (0.0, 1.0)),
         )  # fmt: skip
 
     def batch_transform(self, info: DataInfo, seed: int) -> Callable[..., tuple[Tensor, Tensor]] | None:

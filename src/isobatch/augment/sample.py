@@ -135,7 +135,7 @@ class SampleTransform:
 
     def _erased(self, image: Tensor) -> Tensor:
         """What timm's random erasing does, before normalisation: boxes of noise or of one colour."""
-        channels, height, width = image.shape
+        height, width = image.shape[1:]
         image = image.clone()
         for _ in range(self.erase_count):
             for _ in range(10):

@@ -15,7 +15,15 @@ from omegaconf.errors import OmegaConfBaseException
 from isobatch.batch_plan import resolve_batch
 from isobatch.checks import complaint, way_to_option
 from isobatch.config.schema import (
-    BatchOptions, Config, CostOptions, EvaluateOptions, LrRangeOptions, PredictOptions, ReplayOptions, Settings, SweepOptions,
+    BatchOptions,
+    Config,
+    CostOptions,
+    EvaluateOptions,
+    LrRangeOptions,
+    PredictOptions,
+    ReplayOptions,
+    Settings,
+    SweepOptions,
 )  # fmt: skip
 from isobatch.config.tables import TABLES
 from isobatch.errors import ConfigError

@@ -114,7 +114,9 @@ class CsvFile(ImageFileOptions):
 
     def load(self, augment: Any, seed: int) -> Splits:
         read, classes = self._read()
-        train, evaluation, test = (None if rows is None else (rows[0], [classes.number[label] for label in rows[1]]) for rows in read)
+        train, evaluation, test = (
+            None if rows is None else (rows[0], [classes.number[label] for label in rows[1]]) for rows in read
+        )
         assert train is not None
         return self.splits(train, evaluation, test, classes.names, augment)
 

@@ -84,8 +84,8 @@ class HeldOut:
         train, held = numpy.flatnonzero(~out), numpy.flatnonzero(out)
         if not (len(train) and len(held)):
             key = "fold" if self.fold is not None else "holdout"
-            raise ConfigError(f"data.{key}", getattr(self, key), f"of {len(labels)} samples {len(train)} would be trained on and "
-                              f"{len(held)} held out", f"set data.{key} so that both have some")  # fmt: skip
+            raise ConfigError(f"data.{key}", getattr(self, key), f"of {len(labels)} samples {len(train)} would be trained on "
+                              f"and {len(held)} held out", f"set data.{key} so that both have some")  # fmt: skip
         return train, held
 
 

@@ -132,8 +132,12 @@ class HuggingFace(ImageOptions):
         if self.holds_out:
             chosen = self.train_split
         if chosen is None:
-            raise ConfigError("data.eval_split", None, f"nothing to evaluate on, there is only {', '.join(there)}",
-                              "set data.holdout=0.1, or data.eval_split to a part such as '\"train[90%:]\"', data.train_split to the rest")
+            raise ConfigError(
+                "data.eval_split",
+                None,
+                f"nothing to evaluate on, there is only {', '.join(there)}",
+                "set data.holdout=0.1, or data.eval_split to a part such as '\"train[90%:]\"', data.train_split to the rest",
+            )
         names = {"train_split": self.train_split, "eval_split": chosen}
         if self.test_split is not None:
             names["test_split"] = self.test_split

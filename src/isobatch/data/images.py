@@ -218,12 +218,12 @@ def check_size(key: str, size: Any) -> None:
 
 def check_sizes(sizes: Any) -> None:
     """Raise ConfigError unless `sizes` is [[epoch, size], ...], from epoch 0 on."""
-    pairs = sizes if isinstance(sizes, list) and sizes else [None]
+    pairs: list[Any] = sizes if isinstance(sizes, list) and sizes else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs) or (
             pairs[0][0] != 0 or any(a[0] >= b[0] for a, b in itertools.pairwise(pairs))):  # fmt: skip
         raise ConfigError("data.sizes", sizes, "is no list of epochs and sizes that begins with epoch 0",
                           "set data.sizes=[[0,128],[6,160],[12,192]] or null")  # fmt: skip
-    for _, size in pairs:
+    for _, size in sizes:
         check_size("data.sizes", size)
 
 

@@ -153,7 +153,7 @@ class Evaluator:
         if self.views == "one":
             return output
         if not isinstance(output, Tensor) or output.ndim != 2:
-            raise ConfigError("evaluate.views", self.views, "averages the scores of classes, and this model answers something else",
+            raise ConfigError("evaluate.views", self.views, "averages class scores, and this model answers something else",
                               "set evaluate.views=one")  # fmt: skip
         return (output + to_fp32(call(model, inputs.flip(-1)))) / 2
 

@@ -1,4 +1,4 @@
-"""`model.table=true`: the layers of a network, what each gives, holds and costs, found by running two samples through a copy."""
+"""`model.table=true`: the layers of a network, what each gives, holds and costs, by running two samples through a copy."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from torch import nn
 from isobatch import tasks
 from isobatch.batch_plan import Batch
 from isobatch.config import Config
+from isobatch.console import Console
 from isobatch.data import Splits
 from isobatch.launch import devices
 from isobatch.planner import cost, estimate, layers
@@ -56,6 +57,11 @@ class Preview:
     record: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = field(default_factory=list)
+
+    def show(self, console: Console) -> None:
+        """The tables, after the plan."""
+        for head, rows in self.tables:
+            console.table(head, rows)
 
 
 @without_global_hooks()

@@ -108,7 +108,7 @@ class Time(NoProfile):
 
     def check_with(self, config: Any) -> None:
         if config.cuda_graph:
-            raise ConfigError("cuda_graph", config.cuda_graph, "replays forward and backward as one, and profile=time parts them",
+            raise ConfigError("cuda_graph", config.cuda_graph, "replays forward and backward as one; profile=time parts them",
                               "set cuda_graph=false, or profile=trace")  # fmt: skip
 
     def build(self, run_dir: Path, ranks: Ranks, device: torch.device) -> Profiler:

@@ -14,6 +14,7 @@ from isobatch.report.names import job_names, one_training, short, swept
 from isobatch.report.read import Run, direction, one_line
 from isobatch.report.scan import number
 from isobatch.report.words import show
+from isobatch.run_folder import layout
 
 CONFIG, RESULT, SPEED, MEMORY, SAME = "config", "result", "speed", "memory and processes", "same training"
 ERROR = "reason"
@@ -116,7 +117,7 @@ def tabulate(runs: Sequence[Run]) -> Comparison:
     columns = [c for c in columns if c.key in used or c.group == CONFIG]
 
     def place(index: int) -> tuple[bool | float, ...]:
-        order: list[bool | float] = [not runs[index].completed, not trains(runs[index])]
+        order: list[bool | float] = [not runs[index].completed, runs[index].state == layout.PRUNED, not trains(runs[index])]
         ties = ("best eval/loss", "final eval/loss", "final train/loss") if runs[index].completed else ()
         for key in (primary, *ties):
             value, sign = number(rows[index].get(key or "")), direction((key or "").partition(" ")[2])

@@ -1,7 +1,7 @@
 """The names in a run folder and in a sweep's, spelled here alone: the first thing to know for any storage but a local disk.
 
-    config.yaml plan.json metrics.jsonl summary.json train.log checkpoints/    of a run
-    multirun.yaml                                                             of a sweep, beside its jobs' folders
+config.yaml plan.json metrics.jsonl summary.json train.log checkpoints/    of a run
+multirun.yaml                                                             of a sweep, beside its jobs' folders
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ CHECKPOINTS = "checkpoints"
 MULTIRUN = "multirun.yaml"
 
 # The states of a run that has come to an end of its own; the last may go on. Others: stopped (a signal), failed.
-DONE = ("completed", "early_stopped", "threshold_reached")
+PRUNED = "pruned"  # by a search
+DONE = ("completed", "early_stopped", "threshold_reached", PRUNED)
 ENDED = (*DONE, "out_of_time")
 
 # Of what a run writes: a reader that knows less says so instead of guessing. Runs from before there was a number have none.

@@ -22,11 +22,13 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
-from isobatch import better, hydra_patches
+from isobatch import better, hydra_patches, study
 from isobatch import config as configuration
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 from isobatch.run_folder import layout
+from isobatch.run_folder.reading import Unreadable, read_mapping
+from isobatch.study import imported
 
 log = logging.getLogger("isobatch")
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}
@@ -37,7 +39,8 @@ class Search(Sweeper):
     """
     Args (conf/hydra/sweeper/search.yaml says what each one means):
         direction: minimize, maximize, or None: as the objective wants it.
-        storage: an URL of optuna's; None keeps the study in memory. study_name: in that storage.
+        pruner: name and arguments of optuna's: jobs that promise nothing end early.
+        storage: an URL of optuna's, or journal:FILE; None keeps the study in memory. study_name: in that storage.
         n_trials: of the study in all. n_jobs: asked for together.
         max_failure_rate: a larger share of failed jobs of one round ends the search.
         sampler: name and seed. params: settings to search over, as on the command line.
@@ -45,7 +48,8 @@ class Search(Sweeper):
 
     def __init__(self, n_trials: int = 20, n_jobs: int = 1, direction: str | None = None, storage: str | None = None,
                  study_name: str | None = None, max_failure_rate: float = 1.0, sampler: Mapping[str, Any] | None = None,
-                 params: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+                 params: Mapping[str, Any] | None = None, pruner: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+        self.pruner = {"name": "none", **(pruner or {})}
         self.n_trials, self.n_jobs, self.direction, self.storage = n_trials, n_jobs, direction, storage
         self.study_name, self.max_failure_rate = study_name, max_failure_rate
         self.sampler, self.params = {"name": "tpe", "seed": 0, **(sampler or {})}, dict(params or {})
@@ -56,6 +60,7 @@ class Search(Sweeper):
         positive("hydra.sweeper.n_jobs", self.n_jobs)
         within("hydra.sweeper.max_failure_rate", self.max_failure_rate, 0, 1)
         choice("hydra.sweeper.direction", self.direction, (None, "minimize", "maximize"))
+        choice("hydra.sweeper.pruner.name", self.pruner["name"], tuple(study.PRUNERS))
         choice("hydra.sweeper.sampler.name", self.sampler["name"], tuple(SAMPLERS))
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
@@ -82,13 +87,20 @@ class Search(Sweeper):
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / layout.MULTIRUN)
-        study = self._study(fixed, searched)
+        if self.pruner["name"] != "none" and self.storage is None:
+            self.storage = f"{study.JOURNAL}{(folder / 'study.log').absolute()}"  # which the jobs can see too
+        found = self._study(fixed, searched)
         rounds: list[Sequence[JobReturn]] = []
-        while trials := self._next(study):
-            jobs = [[*fixed, *(f"{key}={value}" for key, value in self._drawn(study, trial, searched).items())]
-                    for trial in trials]  # fmt: skip
-            rounds.append(self._run(study, trials, jobs))
-        self._tell_best(study, folder)
+        try:
+            if self.pruner["name"] != "none":
+                study.announce(str(self.storage), found.study_name, self.pruner)
+            while trials := self._next(found):
+                jobs = [[*fixed, *(f"{key}={value}" for key, value in self._drawn(found, trial, searched).items())]
+                        for trial in trials]  # fmt: skip
+                rounds.append(self._run(found, trials, jobs, folder))
+        finally:
+            os.environ.pop(study.VARIABLE, None)
+        self._tell_best(found, folder)
         return rounds
 
     def _study(self, fixed: Sequence[str], searched: Mapping[str, Override]) -> Any:
@@ -98,11 +110,14 @@ class Search(Sweeper):
         log.info("search: %s %s", direction, "accuracy" if direction == "maximize" else "loss")
         name = self.study_name or ("isobatch" if self.storage else None)
         try:
-            return optuna.create_study(storage=self.storage, study_name=name, direction=direction, load_if_exists=True)
+            return optuna.create_study(storage=study.storage(self.storage), study_name=name, direction=direction,
+                                       load_if_exists=True, pruner=study.pruner(self.pruner))  # fmt: skip
+        except ConfigError:
+            raise
         except Exception as error:  # SQLAlchemy's, optuna's and the driver's
             said = " ".join(str(error).split())[:200]
             raise ConfigError("hydra.sweeper.storage", self.storage, f"cannot be opened ({type(error).__name__}: {said})",
-                              "set it to sqlite:///FILE.db, or to null") from None  # fmt: skip
+                              "set it to journal:FILE, sqlite:///FILE.db, or to null") from None  # fmt: skip
 
     def _direction(self, fixed: Sequence[str], searched: Mapping[str, Override]) -> str:
         """What the objective of such a job wants: accuracy is maximised; data without classes has a loss alone."""
@@ -140,7 +155,7 @@ class Search(Sweeper):
         study.sampler = trial.study.sampler = kind(seed=None if seed is None else int(seed) * 1_000_003 + trial.number)
         return {key: drawn(trial, key, word) for key, word in searched.items()}
 
-    def _run(self, study: Any, trials: Sequence[Any], jobs: Sequence[list[str]]) -> list[JobReturn]:
+    def _run(self, study: Any, trials: Sequence[Any], jobs: Sequence[list[str]], folder: Path) -> list[JobReturn]:
         states = imported().trial.TrialState
         returns: list[JobReturn] = []
         for begin, end in consecutive([trial.number for trial in trials]):
@@ -148,7 +163,9 @@ class Search(Sweeper):
         failed = 0
         for trial, done in zip(trials, returns, strict=True):
             value = done._return_value if done.status == JobStatus.COMPLETED else None
-            if isinstance(value, (int, float)) and math.isfinite(value):
+            if value is not None and self.pruner["name"] != "none" and pruned(folder / str(trial.number)):
+                study.tell(trial, state=states.PRUNED)
+            elif isinstance(value, (int, float)) and math.isfinite(value):
                 study.tell(trial, float(value))
             else:
                 failed += 1
@@ -168,12 +185,12 @@ class Search(Sweeper):
             log.info("search: best %.6g in job %d with %s", best.value, best.number, shown)
 
 
-def imported() -> Any:
+def pruned(folder: Path) -> bool:
+    """Whether the job in `folder` ended because the study expected nothing more of it."""
     try:
-        import optuna
-    except ImportError:
-        raise ConfigError("hydra/sweeper", "search", "needs optuna", "pip install 'isobatch[optuna]'") from None
-    return optuna
+        return bool(read_mapping(folder, layout.SUMMARY).get("state") == layout.PRUNED)
+    except Unreadable:
+        return False
 
 
 def abandoned(owner: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""`task=lr_range`: a short training whose learning rate grows at every step, to see between which rates the loss falls (Smith 2015)."""
+"""`task=lr_range`: a short training whose learning rate grows at every step, to see at which the loss falls (Smith 2015)."""
 
 from __future__ import annotations
 

@@ -133,7 +133,8 @@ def view(config: Config, trained: Trained, options: Any, split: Split, ranks: Ra
     found = {"model": trained.origin + of_run}
     if config.predict.path is not None:
         size = options.eval_size or options.image_size
-        found["images"] = (f"{size if isinstance(size, int) else ' x '.join(map(str, size))} px, crop {options.crop_pct:g}, {options.interpolation}, mean {_numbers(options.mean)}, "
+        shown = size if isinstance(size, int) else " x ".join(map(str, size))
+        found["images"] = (f"{shown} px, crop {options.crop_pct:g}, {options.interpolation}, mean {_numbers(options.mean)}, "
                            f"std {_numbers(options.std)}")  # fmt: skip
     found["samples"] = f"{len(split):,} of {config.predict.path or f'data={config.data.name}'}"
     found["parallel"] = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''} on {accelerator.name(device)}, " + (

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from isobatch import better
 from isobatch.audit.chain import Chain
 from isobatch.clip.clipping import Clipping, held_back
 from isobatch.optimizer.groups import held_until
 from isobatch.scheduler import Schedule
 from isobatch.stop import Stopping
+from isobatch.study import around
 from isobatch.train.state import Follower
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
     from isobatch.batch_plan import BatchPlan
     from isobatch.config import Config
+    from isobatch.metrics.base import Metric
+    from isobatch.runtime.distributed import Ranks
 
 
 class Governed(NamedTuple):
@@ -32,17 +38,19 @@ class Governed(NamedTuple):
 
 
 def governed(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, total: int, plan: BatchPlan,
-             metrics: Sequence[str] | None) -> Governed:  # fmt: skip
+             metrics: Sequence[Metric], averaged: bool, run_dir: Path, ranks: Ranks) -> Governed:  # fmt: skip
     """
     Args:
-        total: updates of the run. metrics: of the evaluations (see better.there).
+        total: updates of the run. metrics: of the evaluations. averaged: there is an average of the weights.
     Raises:
         ConfigError: a length that cannot be, or a metric that no evaluation will have.
     """
     per_epoch = plan.windows_per_epoch
     clip = held_back(config.clip.build(model, config.max_grad_norm), held_until(optimizer, total, per_epoch))
-    found = Governed(Schedule(config.scheduler, total, per_epoch, plan.ahead), config.stop.build(), clip,
+    names = better.there([metric.names for metric in metrics], averaged)
+    stopping = around(config.stop.build(), run_dir, ranks, config.sweep.objective)
+    found = Governed(Schedule(config.scheduler, total, per_epoch, plan.ahead), stopping, clip,
                      config.audit.chain(config.reduction.exact))  # fmt: skip
     for follower in (found.schedule, found.stopping, config.checkpoint):
-        follower.check(metrics)
+        follower.check(names)
     return found
