@@ -111,7 +111,8 @@ def test_a_sweep_composes_every_job_in_layers() -> None:
 
 
 # a choice that cannot stand alone, or not with some recipe, says this, and it is true
-SENSE = ("micro steps, not", "are no images", "teacher", "needs one target per sample", "unknown", "images are", "sum")
+SENSE = ("micro steps, not", "are no images", "teacher", "needs one target per sample", "unknown", "images are", "sum",
+         "reduction=fast adds them up", "names no metric")  # fmt: skip
 PAIRS = [(recipe, *choice) for recipe in RECIPES for choice in CHOICES]
 
 
@@ -131,8 +132,8 @@ def composes(recipe: str, group: str, choice: str) -> None:
     assert "no such option" not in said and (not said or any(word in said for word in SENSE)), said
 
 
-@pytest.mark.parametrize(("recipe", "group", "choice"), PAIRS[::11], ids=lambda part: part)
-def test_every_eleventh_recipe_with_choice_composes(recipe: str, group: str, choice: str) -> None:
+@pytest.mark.parametrize(("recipe", "group", "choice"), PAIRS[::23], ids=lambda part: part)
+def test_every_twenty_third_recipe_with_choice_composes(recipe: str, group: str, choice: str) -> None:
     composes(recipe, group, choice)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.parallel import DistributedDataParallel
 from isobatch.parallel.unused import without_gradient
+from isobatch.runtime.distributed import Ranks
 
 # 7 samples in windows of 5 and 2: with micro 2 the shards of a window hold 2, 2, 1 and then 1, 1 and none
 SAMPLES = torch.tensor([[-1.0, 0.5], [2.0, 1.0], [-3.0, 1.5], [-4.0, 2.0], [-5.0, 2.5], [6.0, 3.0], [-7.0, 3.5]]) / 10
@@ -216,5 +217,32 @@ def test_exact_reduction_is_exact_at_every_level(tmp_path: Path, level: str, met
 def test_contradictions_are_refused() -> None:
     for options, key in (({"reduce_dtype": "int8"}, "reduce_dtype"), ({"gradient_predivide": 0.0}, "gradient_predivide"),
                          ({"find_unused_parameters": "maybe"}, "find_unused_parameters")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"parallel.{key}"):
+            DistributedDataParallel(**options)
+
+
+def test_apexs_options_send_otherwise_and_give_the_same_gradients(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> dict[str, Any]:
+        found = {}
+        for name, options in (("plain", {"bucket_mb": 1e-4}), ("delayed", {"delay_allreduce": True}),
+                              ("summed", {"gradient_average": False, "delay_allreduce": True})):  # fmt: skip
+            torch.manual_seed(0)
+            strategy = DistributedDataParallel(find_unused_parameters=False, **options)
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+            wrapped = strategy.wrap(model, ranks, torch.device("cpu"))
+            for _ in range(3):  # DDP lays its buckets anew after the second
+                model.zero_grad()
+                output = wrapped(torch.full((2, 8), ranks.rank + 1.0))
+                (output.sum() / 2 * strategy.loss_factor(ranks)).backward()
+            gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).tolist()
+            found[name] = (gradients, wrapped._get_ddp_logging_data()["num_buckets_reduced"])
+        return found
+
+    for found in on_ranks(2, tmp_path, work):
+        assert found["plain"][1] > 1 and found["delayed"][1] == found["summed"][1] == 1
+        assert found["delayed"][0] == found["plain"][0] == pytest.approx(found["summed"][0])
+        assert max(map(abs, found["plain"][0])) > 0.1
+    for options, key in (({"gradient_average": False, "gradient_predivide": 2.0}, "gradient_predivide"),
+                         ({"delay_allreduce": True, "bucket_mb": 1.0}, "bucket_mb")):  # fmt: skip
         with pytest.raises(ConfigError, match=f"parallel.{key}"):
             DistributedDataParallel(**options)

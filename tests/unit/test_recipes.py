@@ -22,7 +22,9 @@ from isobatch.runtime.distributed import Ranks
 from isobatch.scheduler import Schedule
 
 RECIPES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
-SWEEPS = {"equivalence", "memory", "strategies"}  # tests of their own: what they compare is the sweep
+SWEEPS = {"batch_size", "equivalence", "memory", "second_article", "speed", "strategies"}  # what they compare is the sweep
+LIKE_OTHERS = {"rsb_a1", "rsb_a2", "rsb_b", "rsb_c", "rsb_d"}  # made of parts that the rest is made of
+WEIGHED = [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in RECIPES]
 IMAGENET = 1_281_167
 FEW = ("logger=none", "threads=1", "epochs=null", "steps=3", "log_every=1", "eval_every=3", "batch.effective=6",
        "batch.micro=3", "batch.shard=null")  # fmt: skip
@@ -33,6 +35,7 @@ SMALL = {
     "cifar10_resnet18": ("data=synthetic", ("data.samples=12", "data.eval_samples=6", "data.image_size=8",
                                            "+model.kwargs.channels=[8,8,8,8]")),
     "imagenet_resnet50": ("files", ("model.arch=test_resnet", "data.image_size=24", "data.eval_size=32")),
+    **{f"rsb_{name}": ("files", ("model.arch=test_resnet", "data.image_size=24")) for name in ("a1", "a2", "b", "c", "d")},
     "imagenet_vit_small": ("files", ("model.arch=test_vit", "+model.kwargs.img_size=32", "data.image_size=32")),
     "finetune": ("files", ("model.arch=test_convnext", "model.pretrained=false", "data.image_size=32")),
     "distill": ("files", ("model.arch=test_resnet", "loss.teacher.arch=test_vit", "loss.teacher.pretrained=false",
@@ -59,7 +62,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", WEIGHED)
 def test_a_recipe_begins_with_commands_that_compose_and_what_to_expect(recipe: str) -> None:
     text = (conf_folder() / "experiment" / f"{recipe}.yaml").read_text()
     assert re.search(r"(?i)expected:|reaches|minute|seconds", text.split("defaults:")[0]), "nothing says what to expect"
@@ -70,7 +73,7 @@ def test_a_recipe_begins_with_commands_that_compose_and_what_to_expect(recipe: s
             load(plain(*[word for word in words if word != "-m"]))
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in SWEEPS])
+@pytest.mark.parametrize("recipe", [recipe for recipe in WEIGHED if recipe.values[0] not in SWEEPS])
 def test_a_recipe_trains(recipe: str, tmp_path: Path, photos: Path) -> None:
     data, words = SMALL[recipe]
     where = (f"data.root={photos}", "data.num_workers=0") if data == "files" else (data,) if data else ()
@@ -93,6 +96,12 @@ def test_the_numbers_of_the_imagenet_recipes() -> None:
     assert Schedule(a3.scheduler, 62_600, 626)(5 * 626) == 1.0 and Schedule(a3.scheduler, 62_600, 626)(5 * 626 - 2) < 1.0
     assert (a3.optimizer.opt, a3.optimizer.lr, a3.optimizer.weight_decay) == ("lamb", 8e-3, 0.02)
     assert (a3.data.image_size, a3.data.eval_size, a3.augment.policy[:7]) == (160, 224, "rand-m6")
+    a1, a2, b, c, d = (load(plain(f"experiment=rsb_{name}")) for name in ("a1", "a2", "b", "c", "d"))
+    assert updates(a1) == (8, 375_600) and updates(a2) == (8, 187_800)
+    assert [(r.optimizer.lr, r.optimizer.weight_decay, r.loss.label_smoothing, r.augment.mixup) for r in (a1, a2)] == [
+        (5e-3, 0.01, 0.1, 0.2), (5e-3, 0.02, 0.0, 0.1)]  # fmt: skip
+    assert Schedule(b.scheduler, 450 * 1669, 1669)(25 * 1669) == pytest.approx(0.97**10)
+    assert [r.optimizer.opt for r in (b, c, d)] == ["rmsproptf", "nesterov", "adamw"] and c.clip.factor == 0.01
     assert (deit.optimizer.lr, deit.model.drop_path_rate, deit.sampler.repeats) == (1e-3, 0.1, 3)
 
 

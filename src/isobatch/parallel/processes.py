@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from isobatch.runtime.distributed import Ranks
 
 
+BUCKET_MB = 25.0
+
+
 @dataclass(frozen=True)
 class Processes(Single):
     """A process per replica: what such strategies share.
@@ -83,17 +86,29 @@ class DistributedDataParallel(Processes):
         bucket_mb: size of DDP's gradient buckets in MB.
         gradient_predivide: divide by this before the sum over ranks and by ranks / this after it (apex's
             `gradient_predivide_factor`), for half sums of many ranks; null: everything before.
+        gradient_average: true divides the sum over ranks by their number and weighs the losses up for it, as DDP is used; false
+            leaves both out (apex's `gradient_average=False`). The training is the same, and half gradients that are many ranks'
+            sums are smaller on their way.
+        delay_allreduce: true sends everything at once when backward is over (apex's), nothing beside it.
     """
 
     name: str = "ddp"
-    bucket_mb: float = 25.0
+    bucket_mb: float = BUCKET_MB
     gradient_predivide: float | None = None
+    gradient_average: bool = True
+    delay_allreduce: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         positive("parallel.bucket_mb", self.bucket_mb)
         if self.gradient_predivide is not None:
             positive("parallel.gradient_predivide", self.gradient_predivide)
+            if not self.gradient_average:
+                raise ConfigError("parallel.gradient_predivide", self.gradient_predivide, "nothing is divided here, since "
+                                  "parallel.gradient_average=false", "set one of them to its default")  # fmt: skip
+        if self.delay_allreduce and self.bucket_mb != BUCKET_MB:
+            raise ConfigError("parallel.bucket_mb", self.bucket_mb, "there are no buckets with parallel.delay_allreduce=true",
+                              "leave one of them out")  # fmt: skip
 
     def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
         from isobatch.parallel.wrappers import distributed_data_parallel
@@ -116,7 +131,7 @@ class DistributedDataParallel(Processes):
             wrapped.end()  # type: ignore[operator]
 
     def loss_factor(self, ranks: Ranks) -> float:
-        return float(ranks.world_size)  # DDP divides the sum by the number of ranks
+        return float(ranks.world_size) if self.gradient_average else 1.0  # DDP divides the sum by the number of ranks
 
     def describe(self, ranks: Ranks, device: torch.device) -> str:
         more = " (parallel.nproc=N or torchrun starts more)" if ranks.world_size == 1 else ""

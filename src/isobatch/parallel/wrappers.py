@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from isobatch.shards.layout import Lanes
 
 
+EVERYTHING_MB = 2**40 / 2**20  # a bucket that no model fills
+
+
 class Participant(nn.Module):
     """The model as DDP sees it, with a way to take part in a reduction without a sample.
 
@@ -109,14 +112,15 @@ def distributed_data_parallel(model: nn.Module, ranks: Ranks, device: torch.devi
         device_ids=None if device.type == "cpu" else [device],
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
-        bucket_cap_mb=options.bucket_mb,
+        bucket_cap_mb=EVERYTHING_MB if options.delay_allreduce else options.bucket_mb,
     )
     asked = options.find_unused_parameters
     wrapped.completion = Completion(model, ranks, says=asked == "auto") if asked is not False else None
-    if options.reduce_dtype is not None or options.gradient_predivide is not None:
+    if options.reduce_dtype is not None or options.gradient_predivide is not None or not options.gradient_average:
         dtype = None if options.reduce_dtype is None else getattr(torch, options.reduce_dtype)
-        before = float(ranks.world_size if options.gradient_predivide is None else options.gradient_predivide)
-        state = dtype, before, ranks.world_size / before
+        all_ranks = float(ranks.world_size) if options.gradient_average else 1.0
+        before = all_ranks if options.gradient_predivide is None else options.gradient_predivide
+        state = dtype, before, all_ranks / before
         # a lambda, because torch checks annotations and cannot read those of a module with postponed evaluation
         wrapped.register_comm_hook(state, lambda state, bucket: mean_hook(state, bucket))
     return wrapped
@@ -127,12 +131,12 @@ def mean_hook(state: tuple[torch.dtype | None, float, float], bucket: dist.GradB
 
     Args:
         state: (dtype to add in or None, divisor before the sum, divisor after it); the product of the divisors is the
-            number of ranks.
+            number of ranks, or 1 where the losses are not weighed up for that.
     """
     dtype, before, after = state
     buffer = bucket.buffer()
     wide = buffer.to(dtype or buffer.dtype)
-    future = dist.all_reduce(wide.div_(before), async_op=True).get_future()  # type: ignore[union-attr]
+    future = dist.all_reduce(wide if before == 1 else wide.div_(before), async_op=True).get_future()  # type: ignore[union-attr]
 
     def mean(done: torch.futures.Future[Any]) -> Tensor:
         total = done.value()[0]
