@@ -64,6 +64,15 @@ def test_a_saved_data_set_is_read_row_by_row(tmp_path: Path) -> None:
     assert few.train.targets().tolist() == [0, 1] and few.eval.targets().tolist() == [0, 1, 2], "the classes are known anyway"
 
 
+def test_samples_are_held_out_of_the_training_split(tmp_path: Path) -> None:
+    splits = data(saved(tmp_path / "saved"), fold=1, folds=4, test_split="test").load(None, 0)
+    assert (len(splits.train), len(splits.eval), shades(splits.test)) == (9, 3, [3, 4, 5])
+    assert sorted(shades(splits.train) + shades(splits.eval)) == list(range(12))
+    assert sorted(splits.eval.targets().tolist()) == [0, 1, 2], "a class is not held out in proportion"
+    datasets.DatasetDict({"train": rows(range(12))}).save_to_disk(tmp_path / "alone")
+    assert len(data(tmp_path / "alone", holdout=2).load(None, 0).eval) == 2
+
+
 def test_a_shuffled_data_set_keeps_its_order(tmp_path: Path) -> None:
     both = datasets.DatasetDict(train=rows(range(12)).shuffle(seed=3), validation=rows(range(3)))
     both.save_to_disk(tmp_path / "saved")

@@ -76,6 +76,14 @@ def test_every_sample_is_found_by_its_place(tars: Path) -> None:
     assert splits.train.describe(5) == f"sample 5 (n/005.jpg in {tars}/train-002.tar)"
 
 
+def test_samples_are_held_out_of_the_training_tars(tars: Path) -> None:
+    splits = data(tars, holdout=0.25, eval_tars="none-*.tar", test_tars="val-*.tar").load(None, 0)
+    assert (len(splits.train), len(splits.eval), len(splits.test)) == (9, 3, 3)
+    assert sorted(shades(splits.train) + shades(splits.eval)) == list(range(12)) and shades(splits.test) == [1, 2, 3]
+    assert splits.eval.targets().tolist() == [shade % 2 for shade in shades(splits.eval)]
+    assert splits.train.dataset.dataset is not splits.eval.dataset.dataset, "one would close the other's files"
+
+
 def test_no_more_files_are_open_than_allowed(tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webdataset, "OPEN_TARS", 2)
     split = data(tars).load(None, 0).train

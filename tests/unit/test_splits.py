@@ -78,6 +78,36 @@ def test_folds_of_the_digits_on_every_plan(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2] and found[0]["eval/samples"] == 359
 
 
+@pytest.mark.slow
+def test_mirrored_views_of_weights_in_parts(tmp_path: Path) -> None:
+    """Every forward is a collective there, and one rank has a batch more."""
+    words = ("data=digits", "data.fold=2", "batch.effective=24", "batch.eval=120", "epochs=null", "steps=2", *BASE)
+    one = train(tmp_path / "one", *words, "evaluate.views=flip")
+    two = train_ranks(2, tmp_path / "two", *words, "evaluate.views=flip", strategy="fsdp")
+    assert two[0].weights[-1] == pytest.approx(one.weights[-1], abs=1e-5)
+    found = [summary(tmp_path / name)["final"] for name in ("one", "two")]
+    assert found[0]["eval/loss"] == pytest.approx(found[1]["eval/loss"], abs=1e-4) and found[1]["eval/samples"] == 359
+
+
+def test_a_torchvision_set_has_its_own_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    import torchvision
+
+    def loaded(root: str, train: bool, download: bool) -> Any:
+        n = 50 if train else 10
+        return SimpleNamespace(
+            data=numpy.zeros((n, 4, 4, 3), dtype="uint8"), targets=[i % 10 for i in range(n)], classes=range(10)
+        )
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", loaded)
+    given = {"name": "torchvision", "dataset": "CIFAR10", "root": "/", "download": True}
+    usual, held = (options("data", {**given, **more}).load(None, 0) for more in ({}, {"holdout": 0.2}))
+    assert (len(usual.train), len(usual.eval), usual.test) == (50, 10, None)
+    assert (len(held.train), len(held.eval), len(held.test)) == (40, 10, 10)
+    assert held.eval.targets().bincount().tolist() == [1] * 10
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("photos")
