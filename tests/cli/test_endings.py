@@ -128,7 +128,6 @@ def test_ranks_that_never_arrive_are_named_and_a_signal_ends_the_wait(tmp_path: 
     assert ended.code == 1 and ended.own_lines() == [f"isobatch: {line}"]
     assert summary(tmp_path / "run")["error"] == line
     waiting = first_of_three("hydra.run.dir=other")
-    waiting.wait_for(tmp_path / "other/.lock")
-    time.sleep(1)
+    waiting.wait_for(tmp_path / "other/.hydra")  # the first thing that stands there, long before the wait
     waiting.process.terminate()
     assert waiting.ended().code == 143 and summary(tmp_path / "other")["state"] == "stopped"

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from harness import BASE, on_ranks, rows, summary, train
 from isobatch.errors import ConfigError, JobFailed, Stopped
 from isobatch.evaluate.evaluator import Evaluator
 from isobatch.launch.signals import STOP
+from isobatch.logger import Logger
 from isobatch.train import loop
 
 # everything that has a state: momentum, batch norm, dropout, EMA, a schedule with warmup, a growing loss scale
@@ -298,6 +300,18 @@ def test_a_state_that_does_not_fit_is_one_line(tmp_path: Path, whole: Path) -> N
         rewrite(run / "checkpoints/last", change)
         with pytest.raises(ConfigError, match=r"^resume="):
             train(tmp_path / f"rest{number}", *RICH, *SCALED, f"resume={run}")
+
+
+def test_a_logger_hears_which_rows_its_run_has_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after step 6, with a checkpoint of step 4: W&B's history can be added to alone, and holds steps 5 and 6."""
+    heard: list[Any] = []
+    monkeypatch.setattr(Logger, "start", lambda self, plan, run_id=None, samples=0, logged=(): heard.append(logged))
+    words = (*BASE, "epochs=null", "batch.effective=4", "batch.micro=4", "checkpoint.every=4", "log_every=1", "eval_every=3")
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "run", *words, "steps=8", observe=lambda state, parts, data: 1 / (6 - state.step))
+    train(tmp_path / "run", *words, "steps=8", f"resume={tmp_path / 'run'}")
+    assert heard == [frozenset(), {(20, "train"), (24, "train"), (24, "eval")}]
+    assert rows(tmp_path / "run", "train/loss") and rows(tmp_path / "run", "step") == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 8]
 
 
 def positions_of(folder: Path, *words: str, stop: int | None = None) -> list[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +42,27 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def record(folder: Path, *, rows: int = 4, first: int = 1, run_id: str | None = None, exit_code: int = 0,
-           plain: dict[str, Any] | None = None, before_finish: Callable[[], None] = lambda: None,
-           **given: Any) -> Logger:  # fmt: skip
+           plain: dict[str, Any] | None = None, before_finish: Callable[[Logger], None] = lambda logger: None,
+           logged: Collection[tuple[int, str]] = (), **given: Any) -> Logger:  # fmt: skip
     """A run of a few rows through the whole protocol, without any training."""
     folder.mkdir(parents=True, exist_ok=True)
     node = options("logger", {"name": "wandb", "system_metrics": False, **given})
     node.check()
     config = {"task": "train", "seed": 3, "optimizer": {"lr": 0.1}, **(plain or {})}
     logger: Logger = node.build(RunInfo(folder, config))
-    logger.start(PLAN, run_id, samples=48 * (first - 1))
+    logger.start(PLAN, run_id, samples=48 * (first - 1), logged=logged)
     for step in range(first, first + rows):
         logger.log({"step": step, "samples": 48 * step, "train/loss": 1.0 / step})
-    before_finish()
+    before_finish(logger)
     logger.finish(SUMMARY, exit_code)
     return logger
+
+
+def killed(logger: Any) -> None:
+    """This process, once its rows have gone through the pipe."""
+    logger._outbox.put(None)
+    logger._sender.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_online_run_and_its_resume_are_one_run(tmp_path: Path, environ: Callable[..., None]) -> None:
@@ -63,7 +70,8 @@ def test_online_run_and_its_resume_are_one_run(tmp_path: Path, environ: Callable
         environ(**server.environ(tmp_path))
         logger = record(tmp_path / "a", mode="auto", tags=["quick"], notes="a note")
         assert list(logger.how_to_look) and "http" in logger.how_to_look[0]
-        record(tmp_path / "b", run_id=logger.run_id, first=5, mode="auto", tags=["quick"])
+        again = [(48 * 3, "train"), (48 * 4, "train")]  # killed after step 4, two steps after its checkpoint
+        record(tmp_path / "b", run_id=logger.run_id, first=3, rows=6, mode="auto", tags=["quick"], logged=again)
     assert list(server.runs) == [logger.run_id]
     run = server.runs[str(logger.run_id)]
     assert run.values("samples") == [48 * step for step in range(1, 9)]
@@ -78,7 +86,7 @@ def test_server_that_dies_costs_the_upload_only(tmp_path: Path, environ: Callabl
     with StandIn() as server:
         environ(**server.environ(tmp_path))
 
-        def dies() -> None:
+        def dies(logger: Logger) -> None:
             end = time.monotonic() + 100
             while not any(run.meta for run in server.runs.values()) and time.monotonic() < end:
                 time.sleep(0.05)
@@ -161,8 +169,8 @@ def test_what_an_agent_sets_wins(tmp_path: Path, environ: Callable[..., None]) -
 
 def test_killed_trainer_loses_no_rows(tmp_path: Path, environ: Callable[..., None]) -> None:
     code = (
-        "import os, sys, time; sys.path[:0] = sys.argv[2:]; from pathlib import Path; import test_logger as t\n"
-        "t.record(Path(sys.argv[1]), mode='offline', before_finish=lambda: (time.sleep(0.3), os.kill(os.getpid(), 9)))"
+        "import sys; sys.path[:0] = sys.argv[2:]; from pathlib import Path; import test_logger as t\n"
+        "t.record(Path(sys.argv[1]), mode='offline', before_finish=t.killed)"
     )
     here = Path(__file__).parent
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run"), str(here), str(here.parent)], timeout=200)

@@ -60,8 +60,8 @@ def one_job(cfg: DictConfig) -> float | None:
     hydra_patches.STAMP.release(run_dir)
     try:
         with lock.held(run_dir):
-            record(cfg, run_dir)
             with launch.settling(run_dir):
+                record(cfg, run_dir)
                 plain = plain_config(cfg, Path(job.runtime.cwd), job.overrides.task)
                 if not sweep:
                     sweeps.check_alone(plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ class CsvLogger(Logger):
         self.columns: list[str] = []
         self._file: Any = None
 
-    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
+    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0,
+              logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
         """What was written after the checkpoint that a run goes on from is written again."""
         before = [row for row in self._rows() if _number(row.get("samples")) <= samples] if samples else []
         self.columns = list(before[0]) if before else []

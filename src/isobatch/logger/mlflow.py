@@ -9,12 +9,13 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from isobatch.logger import job_facts
 from isobatch.logger.protocol import Logger, RunInfo
+from isobatch.run_folder.files import name_of
 
 if TYPE_CHECKING:
     from isobatch.logger.options import MLflow
@@ -38,12 +39,15 @@ class MLflowLogger(Logger):
         self.uri = options.tracking_uri or os.environ["MLFLOW_TRACKING_URI"]
         self.how_to_look: list[str] = []
         self._told = False
+        self._logged: Collection[tuple[int, str]] = ()
         self._client: Any = None
         self._run = ""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, daemon=True, name="mlflow sender")
 
-    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
+    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0,
+              logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
+        self._logged = logged if run_id else ()
         self.run_id = run_id or secrets.token_hex(4)
         facts = job_facts.read(self.info.run_dir)
         folder = self.info.run_dir.absolute()
@@ -74,6 +78,8 @@ class MLflowLogger(Logger):
         self.how_to_look = [where if self.uri.startswith("http") else f"mlflow ui --backend-store-uri {self.uri}"]
 
     def log(self, row: Mapping[str, Any]) -> None:
+        if name_of(row) in self._logged:
+            return
         now = int(time.time() * 1000)
         numbers = {key: float(value) for key, value in row.items() if isinstance(value, int | float) and key != "samples"}
         step = int(row["samples"])
@@ -89,6 +95,7 @@ class MLflowLogger(Logger):
         """Close the run and wait for it, a bounded time."""
         if self.run_id is None:
             return
+        self._logged = ()
         status = "FINISHED" if exit_code == 0 else "FAILED" if summary.get("state") == "failed" else "KILLED"
         self.log({"samples": summary.get("samples") or 0,
                   **{f"best/{metric}": value for metric, value in (summary.get("best") or {}).items()}})  # fmt: skip

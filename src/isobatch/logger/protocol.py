@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,8 +52,13 @@ class Logger:
     wants_predictions: int = 0
     wants_each: bool = False
 
-    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
-        """The run is known: its plan's integers, and for a resumed one its id and the samples it has consumed."""
+    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0,
+              logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
+        """The run is known: its plan's integers, and for a resumed one its id and the samples it has consumed.
+
+        `logged`: names of rows (run_folder.files.name_of) that its run has from beyond those samples, before it was
+        interrupted. The same training gives the same rows, so a logger that cannot take rows back leaves them out.
+        """
 
     def log(self, row: Mapping[str, Any]) -> None:
         """One row of metrics; `samples` is the axis."""

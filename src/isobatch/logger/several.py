@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ class SeveralLoggers(Logger):
     def how_to_look(self) -> list[str]:  # type: ignore[override]
         return [line for logger in self.loggers for line in logger.how_to_look]
 
-    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
+    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0,
+              logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
         for logger in self.loggers:
-            logger.start(plan, run_id, samples)
+            logger.start(plan, run_id, samples, logged)
             run_id = run_id or logger.run_id  # one id for all: a checkpoint keeps one
         self.run_id = next((logger.run_id for logger in self.loggers if logger.run_id), None)
 

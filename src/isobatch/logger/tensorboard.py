@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
         self._watched = 0
 
-    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
+    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0,
+              logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
         from torch.utils.tensorboard import SummaryWriter
 
         # what was written after the checkpoint that a run goes on from is written again

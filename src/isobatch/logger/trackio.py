@@ -6,11 +6,12 @@ import contextlib
 import io
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from isobatch.logger import job_facts
 from isobatch.logger.protocol import Logger, RunInfo
+from isobatch.run_folder.files import name_of
 
 if TYPE_CHECKING:
     from isobatch.logger.options import Trackio
@@ -28,11 +29,14 @@ class TrackioLogger(Logger):
         self.options, self.info = options, info
         self.how_to_look = [f"trackio show --project {options.project}"]
         self._told = False
+        self._logged: Collection[tuple[int, str]] = ()
 
-    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
+    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0,
+              logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
         folder = self.info.run_dir.absolute()
         # trackio finds a run again by its name, so the name is the id that a checkpoint keeps
         self.run_id = run_id or re.sub(r"[^A-Za-z0-9_-]", "-", f"{folder.parent.name}_{folder.name}")[-128:]
+        self._logged = logged if run_id else ()
         facts = job_facts.read(self.info.run_dir)
         config = {**self.info.plain, **{f"plan/{key}": value for key, value in plan.items()},
                   "differing": ",".join(facts.differing), "run_dir": str(folder)}  # fmt: skip
@@ -48,6 +52,8 @@ class TrackioLogger(Logger):
     def log(self, row: Mapping[str, Any]) -> None:
         import trackio
 
+        if name_of(row) in self._logged:
+            return
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
         self._safely(lambda: trackio.log(numbers, step=int(row["samples"])))
 

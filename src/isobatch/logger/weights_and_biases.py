@@ -14,7 +14,7 @@ import string
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from isobatch.errors import ConfigError
 from isobatch.logger import access, artifacts, job_facts
 from isobatch.logger.protocol import Logger, RunInfo, Table
 from isobatch.run_folder import layout
+from isobatch.run_folder.files import name_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,6 +50,7 @@ class WeightsAndBiasesLogger(Logger):
         self.wants_predictions, self.wants_each = options.predictions, options.predictions_at == "evaluations"
         self._watched = 0
         self._alerted: set[str] = set()
+        self._logged: Collection[tuple[int, str]] = ()
         self._imported, self._over = threading.Event(), threading.Event()
         self._missing = self._last_words = ""
         self._process = subprocess.Popen(
@@ -62,7 +64,8 @@ class WeightsAndBiasesLogger(Logger):
         self._sender.start()
         threading.Thread(target=self._listen, daemon=True, name="wandb listener").start()
 
-    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0) -> None:
+    def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0,
+              logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
         """Open the run, in the other process.
 
         Raises:
@@ -74,6 +77,7 @@ class WeightsAndBiasesLogger(Logger):
                               "pip install wandb, or set logger=none")  # fmt: skip
         facts = job_facts.read(self.info.run_dir)
         self.run_id = choose_id(run_id, facts, self.info)
+        self._logged = logged if self.run_id == run_id else ()
         if self.access.why:
             log.info("W&B: offline, %s", self.access.why)
         self._post("open", mode=self.access.mode, base_url=self.access.base_url, init=self._init(facts, plan),
@@ -105,7 +109,8 @@ class WeightsAndBiasesLogger(Logger):
         return {key: value for key, value in arguments.items() if value is not None}
 
     def log(self, row: Mapping[str, Any]) -> None:
-        self._post("log", row=dict(row))
+        if name_of(row) not in self._logged:  # a history can be added to alone
+            self._post("log", row=dict(row))
         loss = row.get("train/loss")
         if isinstance(loss, float) and not math.isfinite(loss):
             self._alert("nonfinite", "loss is not finite", f"train/loss is {loss} at step {row.get('step')}")
@@ -136,7 +141,7 @@ class WeightsAndBiasesLogger(Logger):
             self._post("files", paths=there)
 
     def watch(self, row: Mapping[str, Any], model: nn.Module) -> None:
-        if self.options.histograms == "none":
+        if self.options.histograms == "none" or name_of(row) in self._logged:
             return
         self._watched += 1
         if (self._watched - 1) % self.options.histograms_every == 0:

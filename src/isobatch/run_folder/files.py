@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,22 @@ class RunFiles:
             with contextlib.suppress(OSError):  # what a full disk did not take has been told
                 self._metrics.close()
             self._metrics = None
+
+
+def after(run: Path, step: int) -> frozenset[tuple[int, str]]:
+    """(samples, kind) of the rows of `run` after `step`: what a run that goes on from there logs a second time."""
+    found = set()
+    with contextlib.suppress(reading.Unreadable, OSError), reading.open_file(run, layout.METRICS, reading.METRICS) as file:
+        for line in reading.lines(file):
+            if (at := step_of(line)) is not None and at > step:
+                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, AttributeError):
+                    found.add(name_of(json.loads(line)))
+    return frozenset(found)
+
+
+def name_of(row: Mapping[str, Any]) -> tuple[int, str]:
+    """Which row of a run this is: the samples it stands at, and whether it is of a step or of an evaluation."""
+    return int(row["samples"]), "eval" if any(key.startswith("eval/") for key in row) else "train"
 
 
 def step_of(row: bytes) -> int | None:
