@@ -17,6 +17,8 @@ from isobatch.marks import Marks
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from isobatch.permutation import ComputedOrder
+
 TAILS = ("keep", "drop", "pad")
 MOST_CATEGORIES = 2**24  # that torch.multinomial takes
 
@@ -40,7 +42,7 @@ class Sampler:
     def order_size(self, n: int) -> int:
         return self.passes * self.pass_size(n)
 
-    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
+    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor | ComputedOrder:
         """Virtual indices of one epoch, (order_size(n),) int64; a pure function of its arguments."""
         if self.passes == 1:
             return self.one_pass(epoch, n, seed, targets)
@@ -102,11 +104,7 @@ class Weighted(Sampler):
     def one_pass(self, number: int, n: int, seed: int, targets: Callable[[], Tensor]) -> Tensor:
         import torch
 
-        labels = targets()
-        if labels.dtype != torch.int64 or labels.ndim != 1:
-            raise ConfigError("sampler.name", self.name, "needs class labels, which this dataset does not have",
-                              "set sampler=shuffle")  # fmt: skip
-        weights = 1.0 / torch.bincount(labels).double()[labels]
+        weights = _class_weights(self.name, targets())
         generator = torch.Generator().manual_seed(seed + number)
         if n <= MOST_CATEGORIES:
             drawn = torch.multinomial(weights, self.pass_size(n), replacement=True, generator=generator)
@@ -170,6 +168,56 @@ class Blocks(Sampler):
         return torch.cat([group[torch.randperm(len(group), generator=generator)] for group in groups])
 
 
+@dataclass(frozen=True)
+class Computed(Sampler):
+    """Shuffled by a formula and not by a table, for data sets of any size: an epoch's order takes neither time nor memory
+    before it is read, and a resume starts anywhere in it. Another order than shuffle's.
+
+    Args:
+        balanced: drawn with replacement instead, so that every class is equally likely, as sampler=weighted does.
+        samples: of an epoch, with `balanced` (null: the dataset's size).
+    """
+
+    name: str = "computed"
+    balanced: bool = False
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.samples is not None:
+            positive("sampler.samples", self.samples)
+            if not self.balanced:
+                raise ConfigError("sampler.samples", self.samples, "is the length of an epoch that is drawn, and none is",
+                                  "set sampler.balanced=true, or sampler.samples=null")  # fmt: skip
+
+    def pass_size(self, n: int) -> int:
+        return self.samples or n
+
+    def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> ComputedOrder:
+        from isobatch.permutation import ComputedOrder, Draws, Passes, Permutation
+
+        size, first = self.pass_size(n), epoch * self.passes
+        if not self.balanced:
+            return ComputedOrder(Passes(lambda k: Permutation(n, seed, first + k), size, n), self.order_size(n), n * self.passes)
+        sums = _class_weights(self.name, targets()).cumsum(0).numpy()
+        values = Passes(lambda k: Draws(sums, seed, first + k), size, n * size)
+        return ComputedOrder(values, self.order_size(n), n * self.order_size(n))
+
+
+def _class_weights(name: str, labels: Tensor) -> Tensor:
+    """(N,) float64: one over the size of the sample's class.
+
+    Raises:
+        ConfigError: the labels are no classes.
+    """
+    import torch
+
+    if labels.dtype != torch.int64 or labels.ndim != 1:
+        raise ConfigError("sampler.name", name, "needs class labels, which this dataset does not have",
+                          "set sampler=shuffle")  # fmt: skip
+    return 1.0 / torch.bincount(labels).double()[labels]
+
+
 def _occurrence(drawn: Tensor) -> Tensor:
     """How often each value stood earlier in `drawn` (N,) -> (N,)."""
     import torch
@@ -191,5 +239,6 @@ TABLE: dict[str, Any] = {
     "weighted": Weighted,
     "repeated": Repeated,
     "blocks": Blocks,
+    "computed": Computed,
 }
 MARKS = Marks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from isobatch import sampler
+from isobatch.batch_plan import Batch, BatchPlan
+from isobatch.data.feed import Feed
 from isobatch.errors import ConfigError
-from isobatch.sampler import Blocks, Repeated, Sequential, Shuffle, Weighted
+from isobatch.permutation import Permutation
+from isobatch.sampler import Blocks, Computed, Repeated, Sequential, Shuffle, Weighted
 
 
 def no_targets() -> torch.Tensor:
@@ -76,3 +80,61 @@ def test_blocks_come_in_a_random_order() -> None:
     blocks = Blocks(block=4, mix=1).order(0, 40, 3, no_targets).view(10, 4) // 4
     assert (blocks == blocks[:, :1]).all()
     assert blocks[:, 0].tolist() != list(range(10))
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 60, 1000, 16385, 40000])
+def test_a_computed_order_has_every_sample_once_and_any_part_of_it_at_once(n: int) -> None:
+    order, other = (Computed().order(epoch, n, 5, no_targets) for epoch in (0, 1))
+    whole = order[0:n]
+    assert sorted(whole.tolist()) == list(range(n)) and len(order) == n and order.max() == n - 1
+    assert n < 60 or not whole.equal(other[0:n])
+    for part in (slice(n // 2, n), slice(1, n, 3), slice(n, n)):
+        assert order[part].equal(whole[part])
+    assert order[0 : n + 5].tolist() == (whole.tolist() * 6)[: n + 5], "what is padded begins anew"
+    assert order[0:n].equal(Computed().order(0, n, 5, no_targets)[0:n]), "the same in every process"
+
+
+def test_a_computed_order_is_that_of_every_machine_and_release() -> None:
+    order = Computed().order(3, 10**9, 7, no_targets)
+    assert order[999_999_990:999_999_995].tolist() == [728019170, 317148764, 670936749, 249055085, 302873249]
+    first = torch.arange(3).numpy().astype("uint64")
+    assert Permutation(2**31 - 1, 0, 0)(first).tolist() == [730054284, 1759120432, 1700331215]
+
+
+def test_all_orders_of_a_few_samples_are_equally_likely() -> None:
+    """Chi squared of 12,000 epochs over the 120 orders of 5 samples: 119, give or take 15."""
+    positions = torch.arange(5).numpy().astype("uint64")
+    seen = Counter(tuple(Permutation(5, 0, epoch)(positions).tolist()) for epoch in range(12_000))
+    assert len(seen) == 120 and sum((count - 100) ** 2 / 100 for count in seen.values()) < 119 + 5 * 15.4
+
+
+def test_computed_draws_are_balanced_and_told_apart() -> None:
+    targets = torch.tensor([0] * 90 + [1] * 10)
+    order = Computed(balanced=True, samples=20_000).order(0, 100, 0, lambda: targets)
+    drawn = order[0:20_000]
+    assert len(set(drawn.tolist())) == 20_000 and drawn.max() <= order.max()
+    assert 0.48 < targets[drawn % 100].double().mean().item() < 0.52
+    counts = torch.bincount(drawn % 100, minlength=100)
+    assert counts.min() > 60 and (counts[90:] > 5 * counts[:90].max()).all()
+    large = Computed(balanced=True, samples=2**31 - 1).order(0, 100, 0, lambda: targets)
+    assert large[2**31 - 3 : 2**31 - 1].tolist() == [v % 100 + 100 * p for v, p in zip(
+        large[2**31 - 3 : 2**31 - 1].tolist(), (2**31 - 3, 2**31 - 2), strict=True)]  # fmt: skip
+    with pytest.raises(ConfigError, match="class labels"):
+        Computed(balanced=True).order(0, 3, 0, lambda: torch.rand(3))
+    with pytest.raises(ConfigError, match=r"sampler\.samples=4: .*sampler\.balanced=true"):
+        Computed(samples=4)
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop", "pad"])
+def test_shards_of_a_computed_order_are_those_of_its_table(tail: str) -> None:
+    """Whoever holds a shard, and wherever a resumed run begins, reads what the whole order would give it."""
+    n, plan = 1000, BatchPlan(Batch(48, 7, 2), 1000, tail)
+    computed = Computed().order(0, n, 3, no_targets)
+    feeds = [Feed(None, plan, lambda epoch, order=order: order, range(2), 1)  # type: ignore[arg-type, misc]
+             for order in (computed, computed[0:n])]  # fmt: skip
+    for step in (0, 5, plan.windows_per_epoch - 1):
+        window = plan.window(step)
+        for shard in range(window.num_shards):
+            ours, table = (feed.shard_indices(window, shard) for feed in feeds)
+            assert ours.equal(table)
+        assert feeds[0].highest(0) == n - 1

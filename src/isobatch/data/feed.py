@@ -17,6 +17,7 @@ from isobatch.data import Split
 from isobatch.data.device import SideStream, ToDevice
 from isobatch.data.loader import WorkerSource, choose_workers
 from isobatch.data.samples import Request, Samples, ignored_by
+from isobatch.permutation import ComputedOrder
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import isolated_generators
@@ -151,7 +152,7 @@ class Feed:
         self,
         source: Source,
         plan: BatchPlan,
-        order: Callable[[int], Tensor],
+        order: Callable[[int], Tensor | ComputedOrder],
         replicas: range,
         lanes: int,
         averages: bool = True,
@@ -169,8 +170,10 @@ class Feed:
         # of data that live on the device: once an epoch, where a copy for each micro step would be a launch and a wait
         self.sent = lru_cache(maxsize=2)(lambda epoch: accelerator.sent(self.order(epoch), source.reads_on))
 
-    def _padded(self, order: Tensor) -> Tensor:
+    def _padded(self, order: Tensor | ComputedOrder) -> Tensor | ComputedOrder:
         """`tail=pad` repeats the order's own start, as often as needed, as DistributedSampler does."""
+        if not isinstance(order, Tensor):
+            return order  # which goes round by itself
         size = max(self.plan.epoch_size, self.plan.end_of_first)
         missing = size - len(order)
         if missing <= 0:
