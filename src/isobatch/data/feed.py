@@ -168,7 +168,11 @@ class Feed:
         self.order = lru_cache(maxsize=2)(lambda epoch: self._padded(order(epoch)))
         self.highest = lru_cache(maxsize=2)(lambda epoch: int(self.order(epoch).max()))
         # of data that live on the device: once an epoch, where a copy for each micro step would be a launch and a wait
-        self.sent = lru_cache(maxsize=2)(lambda epoch: accelerator.sent(self.order(epoch), source.reads_on))
+        self.sent = lru_cache(maxsize=2)(self._sent)
+
+    def _sent(self, epoch: int) -> Tensor | ComputedOrder:
+        order = self.order(epoch)
+        return accelerator.sent(order, self.source.reads_on) if isinstance(order, Tensor) else order
 
     def _padded(self, order: Tensor | ComputedOrder) -> Tensor | ComputedOrder:
         """`tail=pad` repeats the order's own start, as often as needed, as DistributedSampler does."""
@@ -180,7 +184,7 @@ class Feed:
             return order
         return order.repeat(missing // len(order) + 2)[:size]
 
-    def shard_indices(self, window: Window, shard: int, order: Tensor | None = None) -> Tensor:
+    def shard_indices(self, window: Window, shard: int, order: Tensor | ComputedOrder | None = None) -> Tensor:
         """Virtual indices (n,) of one shard; of those of `order`, a copy of its epoch's elsewhere."""
         positions = window.shard(shard)
         order = self.order(window.epoch) if order is None else order
