@@ -37,7 +37,7 @@ from isobatch.resume import saved_model
 from isobatch.resume.signature import Signature
 from isobatch.resume.start import Resume
 from isobatch.run_folder import layout
-from isobatch.run_folder.files import RunFiles, after
+from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.summary import summarize
 from isobatch.runtime import accelerator, hardware
@@ -200,8 +200,6 @@ class Run:
             working.push_weights()
         self.resume.choose_weights(state)
         if self.task.trains:
-            again = self.resume.saved is not None and ranks.is_main and not config.allow_contract_change
-            self.logged = after(self.resume.saved.run, state.step) if again else frozenset()  # type: ignore[union-attr]
             self.files.resume_metrics(state.step)  # this folder's rows from before a restart, as far as they stand
             self.resume.adopt(checkpointer)
         lanes = config.parallel.lane_devices(device)
@@ -266,7 +264,7 @@ class Run:
             return
         state = self.loop.state
         if self.ranks.is_main:
-            self.logger.start(self.plan, state.logger_run_id, state.samples, self.logged)
+            self.logger.start(self.plan, state.logger_run_id, state.samples, self.resume.logged)
             state.logger_run_id = self.logger.run_id
         earlier = self.resume.earlier_result() if self.resume.finished else None
         show = Showing(self.loop, self.data_info)

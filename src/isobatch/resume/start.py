@@ -17,6 +17,7 @@ from isobatch.errors import ConfigError
 from isobatch.resume import contract, cut, image_settings, signature, weights_know
 from isobatch.resume.contract import Difference
 from isobatch.run_folder import layout
+from isobatch.run_folder.files import after
 from isobatch.run_folder.reading import Unreadable, read_mapping
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Resume:
         self.config, self.run_dir, self.ranks, self.task = config, run_dir, ranks, tasks.of(config)
         self.notes: list[str] = []
         self.finished = False
+        self.logged: frozenset[tuple[int, str]] = frozenset()  # rows that a logger has from beyond the checkpoint
         self.saved: Saved | None = on_main(ranks, lambda: self._find())
         self.begun: Saved | None = None  # what an attempt that left no checkpoint was, as far as its files tell
         if self.saved is None:
@@ -216,6 +218,8 @@ class Resume:
             raise self._unfit(" ".join(str(error).split())[:200]) from None
         for note in self.notes[told:]:
             log.info("resume: %s", note)
+        if self.task.trains and not self.config.allow_contract_change:
+            self.logged = after(self.saved.run, self.saved.step)
 
     def ended(self, ending: Ending | None) -> Ending | None:
         """`ending`, by which a rule of `stop` has ended the run that is resumed, if it still holds."""
