@@ -198,7 +198,8 @@ class Computed(Sampler):
 
         size, first = self.pass_size(n), epoch * self.passes
         if not self.balanced:
-            return ComputedOrder(Passes(lambda k: Permutation(n, seed, first + k), size, n), self.order_size(n), n * self.passes)
+            values = Passes(lambda k: Permutation(n, seed, first + k), size, n)
+            return ComputedOrder(values, self.order_size(n), n * self.passes)
         sums = _class_weights(self.name, targets()).cumsum(0).numpy()
         values = Passes(lambda k: Draws(sums, seed, first + k), size, n * size)
         return ComputedOrder(values, self.order_size(n), n * self.order_size(n))

@@ -138,3 +138,13 @@ def test_shards_of_a_computed_order_are_those_of_its_table(tail: str) -> None:
             ours, table = (feed.shard_indices(window, shard) for feed in feeds)
             assert ours.equal(table)
         assert feeds[0].highest(0) == n - 1
+
+
+def test_passes_of_a_computed_order_are_orders_of_their_own() -> None:
+    order = Computed(passes=3).order(2, 50, 7, no_targets)
+    whole = order[0:150]
+    assert len(order) == 150 == len(set(whole.tolist())) and whole.max() <= order.max()
+    for k in range(3):
+        assert (whole[50 * k : 50 * k + 50] - 50 * k).equal(Computed().order(6 + k, 50, 7, no_targets)[0:50])
+    drawn = Computed(passes=2, balanced=True, samples=500).order(0, 10, 0, lambda: torch.arange(10) % 3)[0:1000]
+    assert len(set(drawn.tolist())) == 1000
