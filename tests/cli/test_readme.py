@@ -104,6 +104,32 @@ def test_a_command_of_the_readme_runs(command: str, folder: Path) -> None:
     assert "Warning" not in done.stderr, done.stderr[-2000:]
 
 
+@pytest.mark.gpu_pretended
+@pytest.mark.parametrize(("part", "strategy", "shown"), [
+    ("parallel.devices=[0,1,3]", "dp", [0, 1, 3]),  # the sentence above it: `parallel=dp` takes the same list
+    ("precision=amp", "single", [0]),
+])  # fmt: skip
+def test_its_lines_for_gpus_run_on_pretended_ones(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str,
+                                                  strategy: str, shown: list[int]) -> None:  # fmt: skip
+    """In this process, where ranks of ddp cannot be: tests/gpu has those."""
+    from harness import plain
+    from pretended import strictly
+
+    from isobatch import launch
+
+    monkeypatch.chdir(folder)
+    line = next(command for command in commands() if part in command)
+    typed = [word for word in shlex.split(line) if "=" in word and not word.startswith("--")]
+    typed = [f"parallel={strategy}" if word == "parallel=ddp" else word for word in typed]
+    more = f"{SHORT} steps=1 eval_every=1 batch.effective=6 batch.shard=2 batch.micro=2 data.num_workers=0 checkpoint=none"
+    with strictly(4) as machine:
+        launch.run(plain(*typed, *more.split(), *(["data.image_size=8"] if "photos" in line else [])), tmp_path)
+        assert [machine.visible()[i] for i in range(4) if machine.peak[i]] == shown
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert told["state"] == "completed" and told["plan"]["num_replicas"] == len(shown)
+    assert part != "precision=amp" or "bfloat16" in json.loads((tmp_path / "plan.json").read_text())["identity"]["precision"]
+
+
 def test_the_tests_above_found_the_commands() -> None:
     found = commands()
     assert "python train.py" in found

@@ -27,6 +27,11 @@ def room(path: Path) -> str:
 
 
 @cache
+def own_modules() -> set[str]:
+    return {module(path) for path in MODULES}
+
+
+@cache
 def imports(path: Path, top_level_only: bool = False) -> set[str]:
     """Modules that a file imports when it runs; what only a type checker reads is left out."""
     found: set[str] = set()
@@ -40,8 +45,8 @@ def imports(path: Path, top_level_only: bool = False) -> set[str]:
                 found.update(alias.name for alias in child.names)
             if isinstance(child, ast.ImportFrom) and child.module and (top or not top_level_only):
                 found.add(child.module)
-                if child.module == "isobatch":
-                    found.update(f"isobatch.{alias.name}" for alias in child.names)
+                named = {f"{child.module}.{alias.name}" for alias in child.names}
+                found.update(named if child.module == "isobatch" else named & own_modules())
             visit(child, inner)
 
     visit(ast.parse(path.read_text()), True)

@@ -38,6 +38,20 @@ def test_a_stream_has_to_wait_for_the_writer(gpu: Machine) -> None:
     assert gpu.streams == 1
 
 
+def test_what_the_host_has_waited_for_is_there_for_all(gpu: Machine) -> None:
+    side = torch.cuda.Stream()
+    sent = torch.ones(2).to("cuda")  # a copy that blocks
+    with torch.cuda.stream(side):
+        sent + 1
+    assert faults(gpu) == []
+    made = torch.ones(2, device="cuda")
+    with torch.cuda.stream(side):
+        made + 1
+    assert faults(gpu) == [LATE]
+    for tensor in (sent, made):
+        tensor.record_stream(side)
+
+
 def test_what_a_stream_has_waited_for_others_get_through_it(gpu: Machine) -> None:
     a, b = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(a):

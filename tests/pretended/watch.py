@@ -198,11 +198,11 @@ class Watch(TorchDispatchMode):
             torch.default_generator.set_state(before)
 
     def _order(self, tensor: torch.Tensor, place: Any, stream: Stream) -> None:
-        """Whether `stream` may use `tensor`: it has waited for whoever wrote it."""
+        """Whether `stream` may use `tensor`: it, or before it the host, has waited for whoever wrote it."""
         if place is None or place.device is None or place.written is None or place.device != stream.device:
             return
         writer, time = place.written
-        if writer is not stream and stream.knows.get(writer, 0) < time:
+        if writer is not stream and max(stream.knows.get(writer, 0), writer.reached) < time:
             self.machine.faults["used on a stream that did not wait for its writer", caller()] += 1
         if stream is not place.home and place.home is not None:
             where = place.users[stream][1] if stream in place.users else caller()
