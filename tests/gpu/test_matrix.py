@@ -102,7 +102,7 @@ def test_two_ranks_are_one_device(tmp_path: Path) -> None:
             found[name + " peaks"] = [machine.peak[i] > 0 for i in range(2)]
         return found
 
-    both = on_ranks(2, tmp_path / "ranks", work, timeout_s=60)
+    both = on_ranks(2, tmp_path / "ranks", work)
     for name, words in kinds.items():
         one = torch.tensor(on_cpu(tmp_path / f"{name}-one", job(*words.split())).record.weights)
         for rank, found in enumerate(both):

@@ -193,7 +193,7 @@ def on_two(folder: Path, *words: str) -> list[Record]:
             assert (sum(graph.replays for graph in made) >= 6) == ("cuda_graph=true" in words)
             return record
 
-    return on_ranks(2, folder, work, timeout_s=60)
+    return on_ranks(2, folder, work)
 
 
 @pytest.mark.parametrize("words", [

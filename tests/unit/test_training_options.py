@@ -58,7 +58,7 @@ def test_a_compiled_model_trains_alike_on_one_process_and_on_two(tmp_path: Path)
     words = (*BASE, "epochs=1", "batch.effective=400", "batch.micro=200", "log_every=1", "optimizer=sgd")
     train(tmp_path / "plain", *words)
     train(tmp_path / "one", *words, "compile=default")
-    train_ranks(2, tmp_path / "two", *words, "compile=true", timeout_s=90)
+    train_ranks(2, tmp_path / "two", *words, "compile=true")
     for name in ("one", "two"):
         assert rows(tmp_path / name, "train/loss") == pytest.approx(rows(tmp_path / "plain", "train/loss"), rel=1e-5)
         assert rows(tmp_path / name, "eval/loss") == pytest.approx(rows(tmp_path / "plain", "eval/loss"), rel=1e-5)
