@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import locale
 import math
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
+    with suppress(locale.Error):  # what tests read and write is UTF-8, wherever they run
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and what it starts too
 
 
