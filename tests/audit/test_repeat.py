@@ -53,6 +53,18 @@ class ReadsStaleBackward(nn.Module):
         return OtherGradient.apply(x)
 
 
+class KeepsStale(nn.Module):
+    """The same values and gradients, other statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.fill_(next(CALLS))
+        return x
+
+
 class Faulty(nn.Module):
     def __init__(self, info: DataInfo, fault: nn.Module):
         super().__init__()
@@ -64,7 +76,7 @@ class Faulty(nn.Module):
         return self.head(self.body(self.stem(images)).mean((2, 3)))
 
 
-FAULTS = {"none": nn.Identity, "forward": ReadsStale, "backward": ReadsStaleBackward}
+FAULTS = {"none": nn.Identity, "forward": ReadsStale, "backward": ReadsStaleBackward, "statistics": KeepsStale}
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,11 @@ def test_one_whose_gradient_alone_differs_is_found_by_the_first_gradient_that_do
     # the backward comes from the head: body.2 is the same still, the gradient that body.1 hands on to body.0 is not
     assert "; body.0 (Conv2d) is the first module whose gradient differs (" in str(error.value)
     assert " values of body.0." in str(error.value)
+
+
+def test_statistics_alone_are_looked_at_too(tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match=r"; body\.1 \(KeepsStale\) is the first module whose statistics differ"):
+        run.run_job(faulty("statistics", "reduction=exact"), tmp_path, Ranks())
 
 
 def test_nobody_is_asked_where_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +247,9 @@ class Remembers(nn.Module):
         self.replaced = self.replaced + random.random() + numpy.random.rand()
         if not hasattr(self, "late"):
             self.register_buffer("late", torch.ones(2))
+        self.late += 1  # one that was left behind would be counted on
         images -= 0.1  # a model may spoil its input
-        return self.layer(images.flatten(1)) * self.scale + self.replaced.mean()
+        return self.layer(images.flatten(1)) * self.scale + self.replaced.mean() + self.late.mean()
 
 
 @dataclass(frozen=True)
