@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from isobatch import hydra_patches
-from isobatch.config import TABLES, conf_folder, load, resolved
+from isobatch.config import TABLES, conf_folder, load, resolved, to_yaml
 from isobatch.errors import ConfigError
 from isobatch.hydra_patches.refusals import Refusal
 
@@ -92,6 +92,22 @@ def test_recipes_on_top_of_each_other(tmp_path: Path) -> None:
     above = own(tmp_path, "experiment=above")
     assert (above["optimizer"]["lr"], above["optimizer"]["opt"], above["ema"]["decay"]) == (0.75, "lamb", 0.5)
     assert own(tmp_path, "experiment=above", "optimizer=sgd")["optimizer"] == file("optimizer", "sgd")
+
+
+def test_a_machines_own_settings_are_under_recipes_runs_and_words(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/default.yaml").write_text(
+        "# @package _global_\ndefaults: [{override /logger: csv}, {override /optimizer: sgd}]\noptimizer: {lr: 7.0}\n"
+        "log_every: 7\nsteps: 9")
+    assert own(tmp_path)["logger"]["name"] == "csv" and own(tmp_path)["optimizer"]["lr"] == 7.0
+    found = own(tmp_path, "experiment=digits", "logger=none", "optimizer=adamw")
+    assert (found["epochs"], found["steps"], found["log_every"], found["logger"]) == (40, None, 7, {"name": "none"})
+    assert found["optimizer"]["lr"] != 7.0  # which is of sgd
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(to_yaml(plain("optimizer=lamb", "epochs=3")))
+    resumed = own(tmp_path, f"resume={tmp_path / 'run'}")
+    assert resumed["optimizer"]["opt"] == "lamb" and resumed["log_every"] == 10
+    assert (resumed["epochs"], resumed["steps"]) == (3, None)
 
 
 def test_a_recipe_without_its_first_line_is_told_so(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from isobatch import hydra_patches, launch, sweeps
+from isobatch.cli import dotenv
 from isobatch.cli.help_screen import help_screen, own_folders
 from isobatch.cli.swept_overrides import WORD, reachable
 from isobatch.cli.verbs import run_verb
@@ -127,6 +128,8 @@ def main() -> None:
     streams.install()
     if (code_of_verb := run_verb(sys.argv[1:])) is not None:
         sys.exit(code_of_verb)
+    for line in dotenv.read(Path.cwd()):
+        tell(f"isobatch: {line}")
     gc.disable()  # a start makes a million objects and no garbage: searching them is a sixth of it; run.py enables it again
     signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it

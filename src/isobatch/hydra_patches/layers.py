@@ -1,6 +1,7 @@
 """Recipes are layers: an option that a recipe sets belongs to the choice it was written for.
 
-conf/config.yaml, then the settings of the run that `resume` names, then recipes (experiment/, plan/), then what is typed.
+conf/config.yaml, then local/default.yaml (or the settings of the run that `resume` names, which needs no machine's), then
+recipes (experiment/, plan/), then what is typed.
 `experiment=digits ema=none` drops the recipe's `ema.decay`, which is of `ema=ema`; of `epochs` and `steps` the layer that
 comes last decides, so that `steps=20` needs no `epochs=null`.
 """
@@ -23,6 +24,7 @@ from isobatch.errors import ConfigError
 from isobatch.resume.saved_settings import PLAN_GROUPS, SavedSettings
 
 OVERLAYS = ("experiment", "plan")
+LOCAL = "local"
 LENGTH = {"epochs": "steps", "steps": "epochs"}  # of which one is null
 LEFT_OUT: list[str] = []  # what the last composition dropped, a line each: the job tells it
 
@@ -47,6 +49,7 @@ class Layers:
         self._final = {group: paths[group].removeprefix(f"{group}/") for group in TABLES if group in paths}
         self._replaced = {*typed, *(PLAN_GROUPS if "plan" in typed else ())}
         self._drop: dict[str, set[str]] = {}  # recipe -> its groups that are written for another choice
+        self._aside: set[str] = set()  # files that set nothing
         self.left_out: list[str] = []
         chosen: dict[str, Any] = {}
         for default in defaults:
@@ -54,8 +57,10 @@ class Layers:
             if default.primary:
                 self._primary = path
                 chosen |= self._choices(path)
-            elif path.partition("/")[0] in OVERLAYS:
-                if default.package in OVERLAYS:
+            elif path.partition("/")[0] == LOCAL and saved is not None:
+                self._aside.add(path)
+            elif path.partition("/")[0] in (*OVERLAYS, LOCAL):
+                if default.package in (*OVERLAYS, LOCAL):
                     raise ConfigError(str(default.package), path.partition("/")[2],
                                       f"the file {path}.yaml would set options of a group {default.package}",
                                       "begin it with the line `# @package _global_`")  # fmt: skip
@@ -80,6 +85,8 @@ class Layers:
     def load_config(self, config_path: str) -> ConfigResult:
         found: ConfigResult = self._repository.load_config(config_path)
         group = config_path.rpartition("/")[0]
+        if config_path in self._aside:
+            return dataclasses.replace(found, config=OmegaConf.create())
         if config_path in self._drop:
             return self._with(found, {}, self._drop[config_path])
         if self._saved is not None and config_path == self._primary:
