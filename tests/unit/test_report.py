@@ -53,6 +53,19 @@ def test_writes_every_file_and_a_row_per_job(tmp_path: Path) -> None:
     assert "3 jobs, 3 completed, by best eval/accuracy" in printed and "identical" in printed
 
 
+def test_repeats_have_a_mean_and_a_deviation(tmp_path: Path) -> None:
+    for fold, accuracy in enumerate((0.7, 0.8, 0.9)):
+        write_run(tmp_path / "folds" / str(fold), [1.0], {1: accuracy}, {"data": {"fold": fold}}, [f"data.fold={fold}"])
+        write_run(tmp_path / "rates" / str(fold), [1.0], {1: accuracy}, {"seed": fold, "optimizer": {"lr": 0.1 * (fold + 1)}},
+                  [f"seed={fold}", f"optimizer.lr={0.1 * (fold + 1)}"])  # fmt: skip
+    console = quiet()
+    comparison = write_report([tmp_path / "folds"], tmp_path / "folds", console)
+    assert comparison.spread() == "best eval/accuracy over data.fold: mean 0.8, standard deviation 0.1, of 3 jobs"
+    assert "mean 0.8, standard deviation 0.1" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "standard deviation 0.1, of 3 jobs" in (tmp_path / "folds" / "report.html").read_text()
+    assert tabulate(read_runs([tmp_path / "rates"])).spread() is None, "trainings that differ are no repeats"
+
+
 def test_one_run_is_one_job(tmp_path: Path) -> None:
     write_run(tmp_path / "0", [1.0], {1: 0.8}, {"parallel": {"name": "single"}})
     console = quiet()

@@ -71,6 +71,9 @@ def _cards(comparison: Comparison) -> str:
             who = jobs[0] if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
             label = {"samples/s": "fastest", "peak MB": "least peak memory"}.get(key, key)
             cards.append((label, f"{show(best)}<small>{unit}</small>", who))
+    if spread := comparison.spread():
+        what, _, found = spread.partition(": mean ")
+        cards.append((f"mean {what}", show(float(found.partition(",")[0])), found.partition(", ")[2]))
     known = [run for run in comparison.runs if run.difference.common_steps and run.job != run.difference.reference]
     if known and comparison.one_training:
         same = sum(run.difference.identical for run in known)

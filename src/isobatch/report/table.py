@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from isobatch.run_folder import layout
 CONFIG, RESULT, SPEED, MEMORY, SAME = "config", "result", "speed", "memory and processes", "same training"
 ERROR = "reason"
 JOB = "job"
+REPEATS = {"seed", "data.fold", "data.split_seed"}  # settings in which jobs differ that repeat one training
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,14 @@ class Comparison:
         finite = [value for value in values if math.isfinite(value)]
         return (max if column.better > 0 else min)(finite) if finite else None
 
+    def spread(self) -> str | None:
+        """What repeats of one training reach, where the jobs differ in seeds or folds alone; None = they do not."""
+        values = [number(row[self.primary]) for row, run in zip(self.rows, self.runs, strict=True)
+                  if self.primary and run.completed and trains(run)]  # fmt: skip
+        if not self.swept or not REPEATS.issuperset(self.swept) or len(values) < 2 or not all(map(math.isfinite, values)):
+            return None
+        return (f"{self.primary} over {', '.join(self.swept)}: mean {statistics.fmean(values):.6g}, standard deviation "
+                f"{statistics.stdev(values):.3g}, of {len(values)} jobs")  # fmt: skip
 
     def is_best(self, key: str, value: Cell) -> bool:
         """Whether a value is shown as the best one is; of a column that shows the same everywhere nothing is best."""

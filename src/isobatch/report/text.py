@@ -60,6 +60,8 @@ def print_table(comparison: Comparison, console: Console | None = None) -> None:
     console.print(table)
     if len(comparison.rows) > _SHOWN_IN_TERMINAL:
         console.print(f"... and {len(comparison.rows) - _SHOWN_IN_TERMINAL} more in report.csv", highlight=False)
+    if spread := comparison.spread():
+        console.print(Text(spread))
     for run in comparison.runs:
         if not run.completed:
             console.print(Text(f"job {run.job}: {run.ending}"))
