@@ -133,7 +133,7 @@ class Run:
             "format": layout.FORMAT, **self.plan,
             "steps_per_epoch": plan.windows_per_epoch, "steps": total, "samples_per_epoch": plan.epoch_size,
             "tail_size": plan.tail_size, "device": accelerator.name(device),
-            "parallel": config.parallel.describe(self.world, device),
+            **splits.fingerprint(config.data, ranks.is_main), "parallel": config.parallel.describe(self.world, device),
             "precision": config.precision.describe(device), "batch_norm": batch_norm.describe(model, config.model.batch_norm),
             "identity": (identity := hardware.identity(config, device, threads, batch)),
             **({"micro_tried": chosen.tried} if chosen.tried else {}), **ahead.record,

@@ -37,6 +37,30 @@ def test_the_chain_is_that_of_the_training(tmp_path: Path) -> None:
     assert "audit" not in summary(tmp_path / "never")
 
 
+def test_data_have_a_fingerprint_that_sees_names_labels_and_contents(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            for number in (1, 2):
+                Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "data" / split / name / f"{number}.png")
+
+    def prints(kind: str) -> dict[str, str]:
+        made = configuration.load(plain(*BASE, "data=image_folder", f"data.root={tmp_path / 'data'}", "data.image_size=8",
+                                        f"data.fingerprint={kind}"))  # fmt: skip
+        splits = made.data.load(None, 0)
+        return splits.fingerprint(made.data)["data_fingerprint"]["train"]  # type: ignore[no-any-return]
+
+    names, contents = prints("names"), prints("contents")
+    assert names["samples"] == 4 and "contents" not in names and contents.items() > names.items()
+    Image.new("RGB", (8, 8), (9, 0, 0)).save(tmp_path / "data" / "train" / "a" / "1.png")
+    assert prints("names") == names and prints("contents")["contents"] != contents["contents"]
+    (tmp_path / "data" / "train" / "a" / "1.png").rename(tmp_path / "data" / "train" / "b" / "3.png")
+    moved = prints("names")
+    assert moved["names"] != names["names"] and moved["labels"] != names["labels"] and moved["samples"] == 4
+
+
 @pytest.mark.parametrize("word", ["audit.state=0", "audit.state=often"])
 def test_refusals(word: str) -> None:
     with pytest.raises(ConfigError, match=r"audit\.state"):

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 VERBS = {
+    "certify": "isobatch.certify",
     "compare": "isobatch.compare.__main__",
     "dashboard": "isobatch.dashboard",
     "doctor": "isobatch.doctor",

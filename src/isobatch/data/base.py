@@ -101,6 +101,14 @@ class Splits:
     info: DataInfo
     test: Split | None = None
 
+    def fingerprint(self, options: Any, wanted: bool = True) -> dict[str, Any]:
+        """`data_fingerprint` of both (see data/fingerprint.py), as group `data` asks for it."""
+        from isobatch.data import fingerprint
+
+        contents = getattr(options, "fingerprint", "names") == "contents"
+        both = {"train": self.train, "eval": self.eval} if wanted else {}
+        return {"data_fingerprint": {name: fingerprint.of(split, contents) for name, split in both.items()}}
+
 
 class DataOptions(Protocol):
     """The options of group `data`. `kind`: `images` or `vectors`."""

@@ -14,6 +14,7 @@ from isobatch.checks import Size, choice, positive, sides, within
 from isobatch.data.base import DataInfo, Reading, Split, Splits
 from isobatch.data.held_out import HeldOut, Part
 from isobatch.errors import ConfigError
+from isobatch.marks import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,6 +98,8 @@ class ImageOptions(HeldOut, Reading):
         pixel_range: [black, white] of files with more than 8 bits a channel (null: 16 bits are 0 .. 65535 and floats 0 .. 1;
             32-bit integers have no range of their own and need one).
         max_pixels: of a file that is decoded at all (null: Pillow's 179 million).
+        fingerprint: what plan.json says of the samples, to compare runs by: digests of their `names` and labels, or of the
+            `contents` of all files too, which are read once for that.
         mean, std: per channel, of pixels in 0 .. 1.
         in_chans: 3 (RGB) or 1 (grey).
     """
@@ -113,6 +116,7 @@ class ImageOptions(HeldOut, Reading):
     mean: list[float] | None = None
     std: list[float] | None = None
     in_chans: int = 3
+    fingerprint: str = option("names", resume="free")
     kind = "images"
 
     def __post_init__(self) -> None:
@@ -128,6 +132,7 @@ class ImageOptions(HeldOut, Reading):
         choice("data.interpolation", self.interpolation, (None, "bilinear", "bicubic"))
         choice("data.decode", self.decode, ("fast", "full"))
         choice("data.in_chans", self.in_chans, (1, 3))
+        choice("data.fingerprint", self.fingerprint, ("names", "contents"))
         choice("data.exif", self.exif, ("apply", "ignore"))
         if self.max_pixels is not None:
             positive("data.max_pixels", self.max_pixels)

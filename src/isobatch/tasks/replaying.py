@@ -12,6 +12,7 @@ import torch
 from isobatch.batch_plan import counted
 from isobatch.compare.rows import Rows, compare_rows
 from isobatch.compare.runs import as_changes
+from isobatch.config import flat
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.run_folder import layout
 from isobatch.run_folder.files import finite, step_of, write_json
@@ -84,7 +85,8 @@ def differing_weights(loop: Loop, run: Path) -> list[str] | None:
 def judge(work: Work, run: Path, first: int, tensors: list[str] | None) -> dict[str, Any]:
     """The verdict as it is written to replay.json."""
     rows = compare_rows(run / layout.METRICS, work.run_dir / layout.METRICS)
-    identity = as_changes(*(_identity(folder) for folder in (run, work.run_dir)))
+    identity = as_changes(*(_fact(folder, "identity") for folder in (run, work.run_dir)))
+    data = as_changes(*(flat(_fact(folder, "data_fingerprint")) for folder in (run, work.run_dir)))
     exact = bool(work.config.reduction.exact)
     steps = f"steps {first + 1} to {work.loop.state.step}"
     bits = rows.first is None and not tensors
@@ -101,6 +103,8 @@ def judge(work: Work, run: Path, first: int, tensors: list[str] | None) -> dict[
     else:
         ok = bool(why) and largest <= ROUNDING
         where = f"step {rows.first.step}, {rows.first.key}" if rows.first else f"the weights, {(tensors or ['?'])[0]}"
+        where += f" (and {tensors[0]} of the last weights)" if rows.first and tensors else ""
+        where += f" (from other data: {data[0].key})" if data else ""
         far = f"losses at most {largest:.2g} apart"
         because = f" (bits cannot be compared: {'; '.join(why)})" if why else ""
         said = f"reproduce here up to rounding, {far}" if ok else f"do not reproduce here: first at {where}, {far}"
@@ -108,6 +112,8 @@ def judge(work: Work, run: Path, first: int, tensors: list[str] | None) -> dict[
     result: dict[str, Any] = finite({
         "run": str(run), "from": first, "to": work.loop.state.step, "reproduces": ok, "to_the_bit": bits, "verdict": text,
         "rows": rows_of(rows), "tensors": tensors, "identity": [change.__dict__ for change in identity],
+        "data": [change.__dict__ for change in data],
+        "identities": {name: _fact(folder, "identity") for name, folder in (("run", run), ("here", work.run_dir))},
     })  # fmt: skip
     return result
 
@@ -116,12 +122,13 @@ def rows_of(rows: Rows) -> dict[str, Any]:
     return {"common": rows.common, "first": rows.first and rows.first.__dict__, "largest": rows.largest}
 
 
-def _identity(folder: Path) -> dict[str, Any]:
+def _fact(folder: Path, key: str) -> dict[str, Any]:
+    """A mapping of plan.json, or of the plan in a folder's summary."""
     from isobatch.report.read import read_run
 
     try:
         plan = read_mapping(folder, layout.PLAN)
     except Unreadable:
         plan = dict(read_run("", folder).plan)
-    found = plan.get("identity")
+    found = plan.get(key)
     return dict(found) if isinstance(found, dict) else {}

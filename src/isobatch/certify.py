@@ -1,0 +1,163 @@
+"""`isobatch certify RUN`: evaluate a run and train some of its steps again, here, and write down what came out.
+
+    isobatch certify RUN [--steps K] [--out FILE] [parallel=ddp parallel.nproc=2 ...]
+    isobatch certify --check FILE RUN
+
+certificate.json says which run it is about (digests of its settings, rows and weights), what was replayed, where, and with
+which result. `--check` tells whether FILE is as it was written, and whether RUN is that run. The seal is a checksum: it shows
+what was changed by accident, and is no signature of a person.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any
+
+from isobatch.run_folder import layout
+from isobatch.run_folder.files import finite, write_json
+from isobatch.run_folder.reading import Unreadable, read_mapping
+
+STEPS = 10
+FILES = layout.CONFIG, layout.PLAN, layout.METRICS, f"{layout.CHECKPOINTS}/last/model.safetensors"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 it comes out again (or the certificate holds), 1 it does not, 2 refused (one line on standard error)."""
+    parser = argparse.ArgumentParser(prog="isobatch certify", description="Does a run come out again? In a file to hand on.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="where to replay it: parallel=ddp parallel.nproc=2")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="K", help=f"steps to train again ({STEPS})")
+    parser.add_argument("--out", type=Path, default=Path("certificate.json"), metavar="FILE")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="whether this certificate is whole and of this run")
+    options = parser.parse_args(argv)
+    if not (options.run / layout.METRICS).is_file():
+        print(f"{options.run} is no run folder: it holds no {layout.METRICS}", file=sys.stderr)
+        return 2
+    try:
+        holds, said = check(options.check, options.run) if options.check else certify(
+            options.run, options.settings, options.steps, options.out)  # fmt: skip
+    except Refused as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+    print(said)
+    return 0 if holds else 1
+
+
+class Refused(Exception):
+    """One line."""
+
+
+def certify(run: Path, settings: list[str], steps: int, out: Path) -> tuple[bool, str]:
+    """Whether `run` comes out again, and the line for a person.
+
+    Raises:
+        Refused: it cannot be evaluated or replayed.
+    """
+    from isobatch import __version__
+
+    about = facts(run)
+    with tempfile.TemporaryDirectory() as folder:
+        evaluation = evaluated(run, settings, Path(folder) / "evaluate")
+        replay = replayed(run, settings, steps, Path(folder) / "replay")
+    holds = bool(replay["reproduces"]) and not evaluation["differ"]
+    verdict = replay["verdict"]
+    if evaluation["differ"]:
+        verdict += f"; the evaluation of step {evaluation['step']} gives another {evaluation['differ'][0]}"
+    certificate = finite({
+        "format": layout.FORMAT, "isobatch": __version__, "made": datetime.now(UTC).isoformat(timespec="seconds"), "run": about,
+        "settings": settings, "replay": replay, "evaluation": evaluation, "holds": holds, "verdict": verdict,
+    })  # fmt: skip
+    try:
+        write_json(out, {**certificate, "seal": seal(certificate)})
+    except OSError as error:
+        raise Refused(f"{out} cannot be written ({error.strerror})") from None
+    return holds, f"{'certified' if holds else 'not certified'}: {verdict} ({out})"
+
+
+def evaluated(run: Path, settings: list[str], folder: Path) -> dict[str, Any]:
+    """The numbers of `task=evaluate`, beside those that the run recorded of the same step."""
+    from isobatch.api import read
+    from isobatch.compare.rows import same
+
+    summary = trained("evaluate", run, settings, folder)
+    step, now = summary["steps"], {k: v for k, v in summary["final"].items() if k.startswith("eval/")}
+    rows = [row for row in read(run) if row.get("step") == step and any(key.startswith("eval/") for key in row)]
+    recorded = {key: rows[-1][key] for key in now if key in rows[-1]} if rows else {}
+    differ = [key for key, value in recorded.items() if not same(value, now[key])]
+    return {"step": step, "here": now, "recorded": recorded, "differ": differ}
+
+
+def replayed(run: Path, settings: list[str], steps: int, folder: Path) -> dict[str, Any]:
+    """The verdict of `task=replay`, without where it happened to lie."""
+    from isobatch.errors import JobFailed
+
+    try:
+        trained("replay", run, [*settings, f"replay.steps={steps}"], folder)
+    except JobFailed as failed:
+        if not (folder / "replay.json").is_file():
+            raise Refused(str(failed)) from None
+    found = dict(read_mapping(folder, "replay.json"))
+    return {key: value for key, value in found.items() if key != "run"}
+
+
+def trained(task: str, run: Path, settings: list[str], folder: Path) -> dict[str, Any]:
+    """summary.json of a task on `run`."""
+    from isobatch.api import train
+    from isobatch.errors import ConfigError, JobFailed
+
+    words = [f"task={task}", f"resume={run}", "logger=none", *settings, f"hydra.run.dir={folder}"]
+    try:
+        return train(words).summary
+    except (ConfigError, ValueError) as refusal:
+        raise Refused(str(refusal)) from None
+    except JobFailed as failed:
+        if task == "replay":
+            raise
+        raise Refused(str(failed)) from None
+
+
+def facts(run: Path) -> dict[str, Any]:
+    """What tells a run from any other: digests of its files, and what its summary says of its weights."""
+    try:
+        summary = dict(read_mapping(run, layout.SUMMARY))
+    except Unreadable:
+        summary = {}
+    found: dict[str, Any] = {key: summary.get(key) for key in ("state", "steps", "weights_sha256", "audit")}
+    for name in FILES:
+        if (run / name).is_file():
+            with (run / name).open("rb") as file:
+                found[name] = file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def seal(certificate: dict[str, Any]) -> str:
+    return sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()
+
+
+def check(file: Path, run: Path) -> tuple[bool, str]:
+    """Whether the certificate holds of `run`, and the line for a person.
+
+    Raises:
+        Refused: it is none.
+    """
+    try:
+        certificate = dict(read_mapping(file.parent, file.name))
+    except Unreadable as problem:
+        raise Refused(f"{file} {problem}") from None
+    about, sealed = certificate.get("run"), certificate.pop("seal", None)
+    if not isinstance(about, dict) or sealed is None:
+        raise Refused(f"{file} is no certificate")
+    if sealed != seal(certificate):
+        return False, f"{file} is not as it was written: its seal is of something else"
+    now = facts(run)
+    unlike = [key for key in {**about, **now} if about.get(key) != now.get(key)]
+    if unlike:
+        return False, f"{file} is of another run, or {run} has changed since: {', '.join(sorted(unlike)[:4])}"
+    return bool(certificate["holds"]), f"{file} is of {run}: {certificate['verdict']}"

@@ -1,0 +1,60 @@
+"""`isobatch certify`: a certificate holds for its run alone, and only as it was written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import BASE, train
+from report_runs import write_run
+
+from isobatch.certify import facts, main, seal
+
+
+def written(run: Path, file: Path, **changed: object) -> Path:
+    about = {"run": facts(run), "holds": True, "verdict": "steps 1 to 2 reproduce here", **changed}
+    file.write_text(json.dumps({**about, "seal": seal(about)}))
+    return file
+
+
+def test_a_certificate_is_of_one_run_and_as_it_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [2.0, 1.0])
+    file = written(run, tmp_path / "certificate.json")
+
+    def checked() -> tuple[int, str]:
+        code = main(["--check", str(file), str(run)])
+        return code, "".join(capsys.readouterr())
+
+    assert checked() == (0, f"{file} is of {run}: steps 1 to 2 reproduce here\n")
+    written(run, file, holds=False)
+    assert checked()[0] == 1
+    file.write_text(file.read_text().replace("false", "true"))
+    assert checked() == (1, f"{file} is not as it was written: its seal is of something else\n")
+    written(run, file)
+    (run / "metrics.jsonl").write_text("")
+    code, said = checked()
+    assert code == 1 and "has changed since: metrics.jsonl" in said
+    file.write_text("{}")
+    assert checked() == (2, f"{file} is no certificate\n")
+    assert main(["--check", str(file), str(tmp_path)]) == 2
+
+
+@pytest.mark.slow
+def test_a_run_is_certified_and_one_that_was_changed_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, file = tmp_path / "run", tmp_path / "certificate.json"
+    train(run, *BASE, "epochs=null", "steps=4", "log_every=1", "eval_every=2", "checkpoint.every=2", "batch.micro=12",
+          "batch.shard=null", "reduction=exact")  # fmt: skip
+    assert main([str(run), "--out", str(file), "--steps", "2"]) == 0
+    assert "certified: steps 3 to 4 reproduce here to the bit" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["evaluation"]["recorded"] and not found["evaluation"]["differ"] and found["replay"]["to_the_bit"]
+    assert main(["--check", str(file), str(run)]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["step"] == 4 and "train/loss" in row:
+            row["train/loss"] *= 0.9
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["--check", str(file), str(run)]) == 1
+    assert main([str(run), "--out", str(file), "--steps", "2"]) == 1
+    assert "not certified" in capsys.readouterr().out and not json.loads(file.read_text())["holds"]
