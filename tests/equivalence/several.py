@@ -43,9 +43,10 @@ def timm_model(arch: str, **options: Any) -> Callable[[int, int], nn.Module]:
     return make
 
 
+# no ReLU and no max pool in the deep one: where rounding puts one on its other side, the difference is of another size
 MAKERS: dict[str, Callable[[int, int], nn.Module]] = {
     "own": Drawing,
-    "resnet": timm_model("test_resnet", drop_path_rate=0.2),
+    "resnet": timm_model("test_resnet", drop_path_rate=0.2, act_layer="silu", replace_stem_pool=True),
     "efficientnet": timm_model("test_efficientnet", drop_path_rate=0.2),
     "convnext": timm_model("test_convnext", drop_path_rate=0.2, patch_size=1),
     "vit": timm_model("test_vit", drop_path_rate=0.2, img_size=16, patch_size=8, attn_drop_rate=0.1),

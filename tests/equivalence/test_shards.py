@@ -30,7 +30,9 @@ def test_a_micro_batch_of_any_size_on_any_plan(tmp_path: Path, plan: str) -> Non
 @pytest.mark.parametrize("of", [*MAKERS])
 @pytest.mark.parametrize("wide", [True, False], ids=["float64", "float32"])
 def test_every_model_on_every_plan(tmp_path: Path, of: str, wide: bool) -> None:
-    words, tolerance = ((), 1e-12) if wide else (("optimizer.lr=0.001",), 1e-5)
+    words, tolerance = ["optimizer.lr=0.001"], 1e-12 if wide else 1e-5
+    if of in ("resnet", "efficientnet"):  # a channel of 1 x 1 has no variance to speak of, and its norm makes noise large
+        words += ["data.image_size=48"]
     expected = {of: traces(tmp_path / "one", ONE, {of: job(of, 8, *words, wide=wide, steps=50)})[of][0]}
     jobs = {f"{of} {micro}": job(of, micro, *words, wide=wide, steps=50) for micro in MICRO}
     for name, plan in PLANS.items():
