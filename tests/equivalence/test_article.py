@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,18 @@ def test_every_plan_ends_on_stock_ddps_weights(tmp_path: Path, shards: int, begi
 def test_the_epoch_is_padded_as_distributed_sampler_does(tmp_path: Path) -> None:
     record = train(tmp_path, *ARTICLE, "batch.effective=12", "epochs=1")
     assert [sorted(ids) for ids in record.ids] == [list(range(12)), [0, 1, 12, 13, 14, 15]]
+
+
+def test_the_articles_defaults_are_no_ddp(tmp_path: Path) -> None:
+    """Three steps with a sampler for two: another number of updates, and weights of neither two nor three processes."""
+    path = Path(__file__).parents[2] / "examples/article_pitfall/pitfall.py"
+    spec = importlib.util.spec_from_file_location("pitfall", path)
+    assert spec is not None and spec.loader is not None
+    pitfall = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pitfall)
+    (article, theirs), (ours, mine) = pitfall.main(str(tmp_path / "run")).values()
+    assert (theirs, mine) == (2, 4) and ours[:4] == pytest.approx(THREE, abs=1e-6)
+    two = pitfall.order(2, pad=False)
+    meant, updates = pitfall.accumulate(2, [two[i : i + 4] for i in range(0, 16, 4)])
+    assert updates == 4 and meant[:4] == pytest.approx(TWO, abs=1e-6)  # with two steps its sampler is right
+    assert min(abs(a - b) for other in (TWO, THREE) for a, b in zip(article, other, strict=False)) > 1e-3

@@ -31,6 +31,7 @@ FEW = ("logger=none", "threads=1", "epochs=null", "steps=3", "log_every=1", "eva
 # recipe -> what makes it small: (data, other settings)
 SMALL = {
     "article": ("", ("steps=null", "epochs=1", "batch.effective=8", "batch.micro=4")),
+    "article_pitfall": ("", ("steps=null", "epochs=1", "batch.effective=12", "batch.micro=4")),
     "digits": ("", ()),
     "cifar10_resnet18": ("data=synthetic", ("data.samples=12", "data.eval_samples=6", "data.image_size=8",
                                            "+model.kwargs.channels=[8,8,8,8]")),
