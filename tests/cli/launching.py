@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,8 @@ class Ended:
         return self.err.count("Traceback (most recent call last)")
 
     def own_lines(self) -> list[str]:
-        return [line for line in self.err.splitlines() if line.startswith("isobatch: ")]
+        """Where a machine's name leads nowhere torch warns of it, and ends that line later: ours may stand on the same one."""
+        return re.findall(r"(?:^|err=-\d)(isobatch: .*)", self.err, re.MULTILINE)
 
 
 class Started:
