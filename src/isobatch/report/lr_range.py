@@ -21,6 +21,10 @@ def plot(path: Path, found: Sequence[tuple[float, float]], losses: Sequence[floa
     axes.plot([lr for lr, _ in found], [loss for _, loss in found], color="#64748b", linewidth=0.6, label="loss")
     axes.plot([lr for lr, _ in found], losses, color="#2f6bff", label="smoothed")
     axes.axvline(steepest, color="#f0760b", linestyle="--", label=f"falls fastest: {steepest:.2g}")
-    axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(None, max(losses[0], min(losses)) * 1.5 or None))
+    low = min(*losses, *(loss for _, loss in found))
+    span = max(losses) - low if losses[0] == low else losses[0] - low  # what diverges is of no interest
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+    if span:
+        axes.set_ylim(low - 0.1 * span, losses[0] + 0.4 * span)
     axes.legend()
     figure.savefig(path, dpi=110)
