@@ -39,6 +39,7 @@ def test_every_choice_composes_and_loads(choice: str) -> None:
         "data=random_matrix": ["model=linear", "loss=output_sum"],
         "loss=distill": ["loss.teacher.arch=resnet18"],
         "audit=replay": ["reduction=exact"],
+        "metrics=torchmetrics": ["metrics.names=[MulticlassF1Score]"],
     }
     config = load(plain(choice, *extra.get(choice, [])))  # whether the folder is there is asked later
     assert config.plain["epochs"] == 15
