@@ -366,3 +366,11 @@ def test_facts_of_a_run_without_hydra_or_alone(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- +plan=big\n- logger=none\n- resume=/somewhere\n")
     assert job_facts.read(tmp_path).differing == ("+plan=big",)
+
+
+def test_a_full_disk_is_told_once_and_no_sync_is_promised(caplog: pytest.LogCaptureFixture) -> None:
+    logger: Any = object.__new__(weights_and_biases.WeightsAndBiasesLogger)
+    logger.how_to_look = ["wandb leet run", "wandb sync run"]
+    logger._heard("finished", {"late": True, "full": True, "folder": "run"})
+    assert caplog.text.count("is full, so its file lacks rows") == 1 and "completes it" not in caplog.text
+    assert logger.how_to_look == ["wandb leet run"]

@@ -132,6 +132,7 @@ def test_resident_memory_by_optimizer_and_precision() -> None:
     sgd = of("optimizer=sgd", "reduction=exact", "reduction.method=bin64", "ema=ema", "ema.device=cpu")
     assert sgd.optimizer == 4 * n and sgd.sums == 8 * n and sgd.ema == 0
     assert of("optimizer.opt=lbfgs").optimizer is None
+    assert of("optimizer.opt=lookahead_adamw").optimizer == 12 * n  # the inner one's two, and the slow weights
     half = of("precision=O2", "ema=ema")
     assert half.working == 2 * (n - 32) and half.gradients == 4 * n and half.weights == adam.weights == half.ema
     assert of("precision=O3").gradients == 2 * n

@@ -65,6 +65,13 @@ def test_closed_and_full_streams_end_nothing(tmp_path: Path, redirect: str) -> N
     assert (tmp_path / "code").read_text() == "0\n" and (tmp_path / "file").read_text() == ""
 
 
+def test_help_into_head_is_no_news() -> None:
+    program = Path(__file__).parents[2] / "train.py"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, program, "--help"], stdout=full, stderr=subprocess.PIPE, timeout=200)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4(x2)", "SLURM_NNODES": "2",
          "SLURM_JOB_NODELIST": "gpu[03-05,7],login", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}  # fmt: skip
 

@@ -151,7 +151,11 @@ def main() -> None:
         check_config_dir(sys.argv[1:])
         launchers.check_plugins(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
-            print(help_screen(conf_folder(), sys.argv[0], own=own_folders(sys.argv[1:])))
+            log.disabled = True  # that `head` has seen enough is no news
+            try:
+                print(help_screen(conf_folder(), sys.argv[0], own=own_folders(sys.argv[1:])), flush=True)
+            finally:
+                log.disabled = False
             sys.exit(0)
         sys.argv[1:] = artifacts.fetched(sys.argv[1:], Path.cwd())
         tell_saved(sys.argv[1:])

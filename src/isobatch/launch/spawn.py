@@ -29,6 +29,7 @@ from isobatch.launch.outcome import Folder, Outcome, cause, hung
 from isobatch.launch.signals import STOP
 from isobatch.runtime.distributed import Ranks
 
+MEETING, LOCK = "isobatch-ranks-", "in-use"
 GONE_S = 2.0  # for the ranks beside one that is gone without a word: what they say follows from that
 PEERS_S = 10.0  # for the ranks that did not fail: to notice, and to close what they had open
 TICK_S = 0.2  # how soon a request to stop is passed on
@@ -41,7 +42,7 @@ def run_ranks(plain: dict[str, Any], run_dir: Path, count: int, environ: dict[st
     Args:
         imports: modules that every rank will need, for the fork server to import once.
     """
-    meeting = Path(tempfile.mkdtemp(prefix="isobatch-"))
+    meeting, lock = meeting_place()
     timeout_s = float(plain["parallel"].get("timeout_s") or 600)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["isobatch.launch.no_gc", target.partition(":")[0], *imports])
@@ -60,6 +61,31 @@ def run_ranks(plain: dict[str, Any], run_dir: Path, count: int, environ: dict[st
         for worker in workers:
             _end(worker)
         shutil.rmtree(meeting, ignore_errors=True)
+        os.close(lock)
+
+
+def meeting_place() -> tuple[Path, int]:
+    """A folder of this launch's own, and the lock in it by which the next one tells that it is in use.
+
+    Those that a killed launcher left behind are removed.
+    """
+    import fcntl
+
+    for left in Path(tempfile.gettempdir()).glob(f"{MEETING}*/{LOCK}"):
+        with suppress(OSError):
+            held = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if os.fstat(held).st_uid == os.getuid():
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left.parent, ignore_errors=True)
+            finally:
+                os.close(held)
+    folder = Path(tempfile.mkdtemp(prefix=MEETING))
+    lock = os.open(folder / f"{LOCK}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # a file system without locks: the folder is then nobody's to remove
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(folder / f"{LOCK}.new", folder / LOCK)  # so that nobody sees it unlocked
+    return folder, lock
 
 
 def stop_fork_server() -> None:

@@ -25,6 +25,9 @@ SOURCES = (".py", ".pyi", ".yaml", ".yml", ".toml", ".ipynb", ".sh")
 NO_SOURCE = {"wandb", "outputs", "multirun", "artifacts", "node_modules", "__pycache__"}
 
 
+ROOM = 64 << 10  # bytes; W&B's file is written in blocks of 32 KiB
+
+
 def say(kind: str, **content: Any) -> None:
     """A message to the trainer, which may be gone."""
     with contextlib.suppress(OSError):
@@ -174,6 +177,13 @@ def of_no_source(path: str, root: str) -> bool:
     return any(part.startswith(".") or part in NO_SOURCE for part in Path(path).relative_to(root).parts[:-1])
 
 
+def full(folder: str) -> bool:
+    """Whether the disk takes nothing more, so that the run's own file ends too early."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free < ROOM
+    return False
+
+
 def one_line(error: object) -> str:
     return " ".join(str(error).split())[:200]
 
@@ -217,7 +227,7 @@ def main() -> None:
         late = run.settings.mode == "online" and time.monotonic() - began > first[1]["finish_timeout_s"]
     except Exception:
         late = True
-    say("finished", late=late, folder=os.path.dirname(run.settings.files_dir.rstrip("/")))
+    say("finished", late=late, full=full(run.settings.files_dir), folder=os.path.dirname(run.settings.files_dir.rstrip("/")))
 
 
 if __name__ == "__main__":

@@ -230,6 +230,10 @@ class WeightsAndBiasesLogger(Logger):
             self.how_to_look = [content["url"]]
         elif kind == "started":
             self.how_to_look = [f"wandb leet {content['folder']}", f"wandb sync {content['folder']}"]
+        elif kind == "finished" and content["full"]:
+            log.warning("W&B: the disk of %s is full, so its file lacks rows, and no `wandb sync` brings them back",
+                        content["folder"])  # fmt: skip
+            self.how_to_look = [line for line in self.how_to_look if not line.startswith("wandb sync")]
         elif kind == "finished" and content["late"]:
             log.warning("W&B: the upload is not complete; `wandb sync %s` completes it", content["folder"])
             self.how_to_look.append(f"wandb sync {content['folder']}")

@@ -34,6 +34,8 @@ class Saved(NamedTuple):
     gradient: int
     scratch: int = 0
 
+AROUND_STEPS = 16  # an optimizer around another one does its own every few steps
+
 
 @dataclass(frozen=True)
 class Resident:
@@ -132,14 +134,24 @@ def optimizer_state(config: Config, model: nn.Module, batch: Batch) -> int | Non
             parameter.grad = torch.empty_like(parameter)
         with warnings.catch_warnings(action="ignore"):
             optimizer.step()
+            states = _states(optimizer)
+            for _ in range(AROUND_STEPS if len(states) > 1 else 0):
+                optimizer.step()
     except (RuntimeError, TypeError, ValueError):
         return None
     finally:
         words.disabled = before
     return sum(
-        count * nbytes(t for t in _tensors(optimizer.state.get(parameter)) if t.numel() > 1)  # not the step counts
+        count * nbytes(t for state in states for t in _tensors(state.get(parameter)) if t.numel() > 1)  # not the step counts
         for parameter, count in zip(stand_ins.parameters(), kinds.values(), strict=True)
     )
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The state of `optimizer`, and of those that it is laid around."""
+    inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    found = {id(state): state for one in inner for state in _states(one)}
+    return list({id(optimizer.state): optimizer.state, **found}.values())
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 
 from isobatch.errors import JobFailed
-
-log = logging.getLogger(__name__)
 
 PATIENCE = 100  # updates withheld in a row under a static scale, which has no other way to give up
 
@@ -112,7 +109,6 @@ class LossScaler:
         if not self.enabled:
             return
         if not state:
-            log.info("the checkpoint holds no loss scale (it was saved without scaling): starting at %g", self.value)
             return
         if self.dynamic:
             self.value = float(state["scale"])
