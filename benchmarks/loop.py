@@ -44,6 +44,7 @@ class Ready:
     """A source whose batches lie ready: one window's, handed out in turn, however often it is asked."""
 
     def __init__(self, feed: Any):
+        self.reads_on = feed.source.reads_on
         self.batches_ = list(feed.source.batches(feed.requests(0, 1)))
 
     def batches(self, requests: Iterator[Any], keep: Callable[[Any], Any] | None = None) -> Iterator[Any]:
@@ -51,6 +52,9 @@ class Ready:
             if keep is not None:
                 keep(lambda batch=batch: batch)
             yield batch
+
+    def aside(self) -> Any:
+        return self
 
     def close(self) -> None:
         """Nothing runs."""

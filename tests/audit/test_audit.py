@@ -81,8 +81,10 @@ def test_faults_of_one_rank_of_three_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("words", [(), ("precision=O2", "precision.dtype=bfloat16"), ("reduction.method=bin64",)])
-def test_every_fault_of_one_rank_is_named(tmp_path: Path, world_size: int, words: tuple[str, ...]) -> None:
-    kinds = tuple(kind for kind in (*COMPUTED, *HELD, "none") if "precision=O2" not in words or kind != "gradient")
+@pytest.mark.parametrize("some", [COMPUTED, (*HELD, "none")], ids=["computed", "held"])
+def test_every_fault_of_one_rank_is_named(tmp_path: Path, world_size: int, some: tuple[str, ...],
+                                              words: tuple[str, ...]) -> None:  # fmt: skip
+    kinds = tuple(kind for kind in some if "precision=O2" not in words or kind != "gradient")
     named(endings(tmp_path, world_size, kinds, *words), world_size, HELD if world_size == 2 else ())
 
 
@@ -149,15 +151,14 @@ def test_so_is_every_kind_on_every_plan(tmp_path: Path, plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_no_false_alarm_in_200_steps_of_20_seeds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_no_false_alarm_in_200_steps(tmp_path: Path, seed: int) -> None:
     made = on_plan(job(*BASE, *AUDITED, "steps=200", "eval_every=100", "log_every=100", "optimizer=adamw"), 2)
 
-    def work(ranks: Ranks) -> list[str]:
-        return [train_with(None, {**made, "seed": seed}, tmp_path / str(seed), ranks) for seed in range(20)]
+    def work(ranks: Ranks) -> str:
+        return train_with(None, {**made, "seed": seed}, tmp_path / "run", ranks)
 
-    for lines in on_ranks(2, tmp_path / "ranks", work, 600):
-        assert lines == [""] * 20
+    assert on_ranks(2, tmp_path / "ranks", work) == ["", ""]
 
 
 @pytest.mark.slow

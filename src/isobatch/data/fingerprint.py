@@ -22,7 +22,8 @@ def of(split: Split, contents: bool) -> dict[str, Any]:
     """
     dataset, found = split.dataset, dict[str, Any](samples=len(split))
     tensors = split.tensors or [t for name in ("images", "labels", "targets") if _is_tensor(t := getattr(dataset, name, None))]
-    names, labels = getattr(dataset, "names", None), getattr(dataset, "labels", None)
+    names: Any = getattr(dataset, "names", None)
+    labels: Any = getattr(dataset, "labels", None)
     if tensors and (split.tensors or _is_tensor(getattr(dataset, "images", None))):  # it lies in memory
         found["contents"] = _of_parts(_parts(tensors))
     if hasattr(names, "blob"):
