@@ -78,7 +78,8 @@ class TrainedModel(nn.Module):
         several = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         logits = self.network(torch.stack([self.preprocess(image) for image in several]).to(device))
-        values, numbers = logits.float().softmax(1).topk(min(top, logits.shape[1]), dim=1)
+        scores = logits.float().sigmoid() if self.info.labels == "several" else logits.float().softmax(1)
+        values, numbers = scores.topk(min(top, logits.shape[1]), dim=1)
         return [[(self.classes[i] if i < len(self.classes) else str(i), p) for p, i in zip(some, which, strict=True)]
                 for some, which in zip(values.tolist(), numbers.tolist(), strict=True)]  # fmt: skip
 

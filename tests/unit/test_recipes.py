@@ -6,6 +6,7 @@ What a recipe is for (ImageNet, CIFAR-10, pretrained weights) is not on this mac
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -25,6 +26,7 @@ RECIPES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.ya
 SWEEPS = {"batch_size", "equivalence", "memory", "second_article", "speed", "strategies"}  # what they compare is the sweep
 LIKE_OTHERS = {"rsb_a1", "rsb_a2", "rsb_b", "rsb_c", "rsb_d"}  # made of parts that the rest is made of
 WEIGHED = [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in RECIPES]
+EXAMPLES = conf_folder().parent / "examples"
 IMAGENET = 1_281_167
 FEW = ("logger=none", "threads=1", "epochs=null", "steps=3", "log_every=1", "eval_every=3", "batch.effective=6",
        "batch.micro=3", "batch.shard=null")  # fmt: skip
@@ -33,6 +35,9 @@ SMALL = {
     "article": ("", ("steps=null", "epochs=1", "batch.effective=8", "batch.micro=4")),
     "article_pitfall": ("", ("steps=null", "epochs=1", "batch.effective=12", "batch.micro=4")),
     "digits": ("", ()),
+    "regression": ("", ("model.width=8",)),
+    "segmentation": ("pictures", ("data.image_size=32", "model.kwargs.decoder_channels=[8,4]", "model.kwargs.encoder_depth=2")),
+    "several_labels": ("pictures", ("model.kwargs.channels=[8,8,8,8]",)),
     "cifar10_resnet18": ("data=synthetic", ("data.samples=12", "data.eval_samples=6", "data.image_size=8",
                                            "+model.kwargs.channels=[8,8,8,8]")),
     "imagenet_resnet50": ("files", ("model.arch=test_resnet", "data.image_size=24", "data.eval_size=32")),
@@ -48,7 +53,8 @@ def commands(recipe: str) -> list[list[str]]:
     """The words after train.py of each command in the comments that a recipe begins with."""
     head = (conf_folder() / "experiment" / f"{recipe}.yaml").read_text().split("defaults:")[0]
     text = "\n".join(line.removeprefix("#") for line in head.splitlines()).replace("\\\n", " ")
-    lines = [line.split("  #")[0] for line in text.splitlines() if re.match(r"\s+(CUDA\S+ )?(python|torchrun) ", line)]
+    command = re.compile(r"\s+(CUDA\S+ )?(python|torchrun) .*train\.py ")
+    lines = [line.split("  #")[0] for line in text.splitlines() if command.match(line)]
     return [shlex.split(line.split("train.py", 1)[1]) for line in lines]
 
 
@@ -77,7 +83,10 @@ def test_a_recipe_begins_with_commands_that_compose_and_what_to_expect(recipe: s
 @pytest.mark.parametrize("recipe", [recipe for recipe in WEIGHED if recipe.values[0] not in SWEEPS])
 def test_a_recipe_trains(recipe: str, tmp_path: Path, photos: Path) -> None:
     data, words = SMALL[recipe]
-    where = (f"data.root={photos}", "data.num_workers=0") if data == "files" else (data,) if data else ()
+    if data == "pictures":
+        runpy.run_path(str(EXAMPLES / "pictures" / "make.py"))["main"](tmp_path / "pictures", 12)
+    roots = {"files": photos, "pictures": tmp_path / "pictures"}
+    where = (f"data.root={roots[data]}", "data.num_workers=0") if data in roots else (data,) if data else ()
     run_job(plain(f"experiment={recipe}", *FEW, *where, *words), tmp_path, Ranks())
     done = summary(tmp_path)
     assert done["state"] == "completed" and done["steps"] >= 2 and "eval/loss" in done["final"]

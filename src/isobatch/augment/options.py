@@ -145,9 +145,9 @@ class Simple(NoAugment):
                 raise ConfigError("augment.mix_until", self.mix_until, "ends a mixing, and nothing is mixed",
                                   "set augment.mixup or augment.cutmix above 0, or augment.mix_until=null")  # fmt: skip
             return None
-        if not info.num_classes or len(info.shape) != 3:
+        if not info.num_classes or info.labels != "one" or len(info.shape) != 3:
             raise ConfigError("augment.mixup" if self.mixup else "augment.cutmix", self.mixup or self.cutmix,
-                              f"mixes images with classes, and data={info.name} has none",
+                              f"mixes images with classes, one each, and data={info.name} has none",
                               "set augment.mixup=0 augment.cutmix=0")  # fmt: skip
         from isobatch.augment.mixing import ShardMixer
 

@@ -110,6 +110,18 @@ class SampleTransform:
             image = image.flip(2)
         if self.vflip and random.random() < self.vflip:
             image = image.flip(1)
+        return self.colored(image)
+
+    def with_mask(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for an image and what stands for each of its pixels, (height, width)."""
+        if random.random() < self.flip:
+            image, mask = image.flip(2), mask.flip(1)
+        if self.vflip and random.random() < self.vflip:
+            image, mask = image.flip(1), mask.flip(0)
+        return self.colored(image), mask
+
+    def colored(self, image: Tensor) -> Tensor:
+        """What moves no pixel, but for a policy's own."""
         if self.on_pil:
             image = self._through_pil(image)
         if self.erase and random.random() < self.erase:

@@ -13,7 +13,8 @@ from isobatch.data.base import DataInfo, Split, Splits
 from isobatch.data.csv_file import CsvFile
 from isobatch.data.hugging_face import HuggingFace
 from isobatch.data.image_folder import ImageFolder
-from isobatch.data.in_memory import Digits, RandomMatrix, Synthetic
+from isobatch.data.in_memory import Diabetes, Digits, RandomMatrix, Synthetic
+from isobatch.data.mask_folder import MaskFolder
 from isobatch.data.torchvision_sets import TorchVision
 from isobatch.data.webdataset import WebDataset
 from isobatch.marks import Marks
@@ -22,9 +23,11 @@ __all__ = ["MARKS", "TABLE", "DataInfo", "Split", "Splits"]
 
 TABLE: dict[str, Any] = {
     "digits": Digits,
+    "diabetes": Diabetes,
     "random_matrix": RandomMatrix,
     "synthetic": Synthetic,
     "image_folder": ImageFolder,
+    "mask_folder": MaskFolder,
     "csv": CsvFile,
     "torchvision": TorchVision,
     "webdataset": WebDataset,

@@ -25,6 +25,8 @@ class DataInfo:
     Args:
         shape: of one input, without the batch: (C, H, W) for images, (features,) for vectors; of several inputs the first.
         num_classes: 0 = targets are numbers, not classes.
+        labels: where there are classes, `one` of a sample, `several` (a row of zeros and ones), or one of each of its `pixels`.
+        outputs: where there are none, how many numbers a target has; 0 = nobody has said.
         mean, std: per channel, of inputs in 0 .. 1; applied on the device when inputs arrive as uint8. () = inputs are taken
             as the data set gives them.
         class_names: in the order of the model's outputs; () = nobody has named them.
@@ -42,6 +44,13 @@ class DataInfo:
     crop_pct: float | None = None
     interpolation: str | None = None
     notes: tuple[str, ...] = ()
+    labels: str = "one"
+    outputs: int = 0
+
+    @property
+    def answers(self) -> int:
+        """How many outputs a model has for it, 0 = nobody knows."""
+        return self.num_classes or self.outputs
 
     @property
     def in_chans(self) -> int:

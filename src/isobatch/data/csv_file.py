@@ -1,9 +1,10 @@
-"""`data=csv`: image files listed in csv files, one line per sample with a path and a label."""
+"""`data=csv`: image files listed in csv files, one line per sample with a path and a label, several labels, or numbers."""
 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ class CsvFile(ImageFileOptions):
         train_csv, eval_csv, test_csv: the files; eval_csv is not read where samples are held out, test_csv may be null.
         class_map: see ImageFolder; labels take the place of folders.
         path_column, label_column: names in the header.
+        label_columns: in the place of label_column, a column for each class, 1 where a sample has it and 0 where it has not.
+        target_columns: in its place, columns of numbers.
     """
 
     name: str = "csv"
@@ -45,20 +48,42 @@ class CsvFile(ImageFileOptions):
     eval_csv: str = "val.csv"
     path_column: str = "path"
     label_column: str = "label"
+    label_columns: list[str] = field(default_factory=list)
+    target_columns: list[str] = field(default_factory=list)
     test_csv: str | None = option(None, resume="free")
     class_map: str | None = option(None, resume="free", path="file")  # the class names are compared
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_columns and self.target_columns:
+            raise ConfigError("data.target_columns", self.target_columns, "are given beside data.label_columns",
+                              "set one of the two")  # fmt: skip
+        if self.class_map and self.rows_of_numbers:
+            raise ConfigError("data.class_map", self.class_map, f"is about one label of a sample, and {self.columns} are read",
+                              "set data.class_map=null")  # fmt: skip
+
+    @property
+    def rows_of_numbers(self) -> bool:
+        return bool(self.label_columns or self.target_columns)
+
+    @property
+    def columns(self) -> list[str]:
+        """What is read of a line beside its path."""
+        return self.label_columns or self.target_columns or [self.label_column]
 
     def check(self) -> None:
         """Raise ConfigError when a file, a column, or the first listed image is missing, or classes do not match."""
         self._read()
 
-    def _read(self) -> tuple[list[tuple[list[str], list[str]] | None], ClassMap]:
+    def _read(self) -> tuple[list[tuple[list[str], Any] | None], ClassMap]:
         """(path, label) lists of training, evaluation and test (None: not read), and the classes."""
         root = self.checked_root()
         keys = ("train_csv", "eval_csv", "test_csv")
         read = [None if (key == "eval_csv" and self.holds_out) or getattr(self, key) is None else self._rows(root, key)
                 for key in keys]  # fmt: skip
         assert read[0] is not None
+        if self.rows_of_numbers:
+            return read, ClassMap.of(self.label_columns)
         labels = sorted(set(read[0][1]), key=class_order)
         classes = ClassMap.read(self.class_map) if self.class_map else ClassMap.of(labels)
         if self.class_map:
@@ -74,7 +99,8 @@ class CsvFile(ImageFileOptions):
                                   f"add such samples to {self.train_csv}, or take them out")  # fmt: skip
         return read, classes
 
-    def _rows(self, root: Path, key: str) -> tuple[list[str], list[str]]:
+    def _rows(self, root: Path, key: str) -> tuple[list[str], Any]:
+        """Names, and labels: texts, or an array (N, columns) of float32."""
         path = root / getattr(self, key)
         if not is_file(path):
             raise ConfigError(f"data.{key}", getattr(self, key), f"no such file below {root}", f"set data.{key}=<csv file>")
@@ -90,13 +116,17 @@ class CsvFile(ImageFileOptions):
             raise ConfigError("data.root", self.root, f"{path} lists {rows[0][0][:200]}, which is not there",
                               "paths in the file are relative to data.root")  # fmt: skip
         names, labels = zip(*rows, strict=True)
-        return list(names), list(labels)
+        if not self.rows_of_numbers:
+            return list(names), [label for (label,) in labels]
+        import numpy
 
-    def _cells(self, reader: csv.DictReader[str], path: Path, key: str) -> list[tuple[str, str]]:
-        """(path, label) of every line; refuses columns that are missing or there twice, and cells that are missing or empty."""
+        return list(names), numpy.array(labels, dtype=numpy.float32)
+
+    def _cells(self, reader: csv.DictReader[str], path: Path, key: str) -> list[tuple[str, tuple[Any, ...]]]:
+        """(path, labels) of every line; refuses columns that are missing or there twice, and cells that are missing."""
         header = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        for column in ("path_column", "label_column"):
-            name = getattr(self, column)
+        column = "label_columns" if self.label_columns else "target_columns" if self.target_columns else "label_column"
+        for column, name in (("path_column", self.path_column), *((column, name) for name in self.columns)):
             if header.count(name) != 1:
                 problem = f"has the columns {', '.join(header)}" if header else "is empty"
                 raise ConfigError(f"data.{column}", name, f"{path} {problem}",
@@ -104,16 +134,33 @@ class CsvFile(ImageFileOptions):
         rows = []
         for row in reader:
             # blanks around a cell are nobody's file name or class; without this "cat" and " cat" are two
-            for column in (self.path_column, self.label_column):
+            for column in (self.path_column, *self.columns):
                 row[column] = (row[column] or "").strip()
-            if not row[self.path_column] or not row[self.label_column]:
+            if not all(row[column] for column in (self.path_column, *self.columns)):
                 raise ConfigError(f"data.{key}", getattr(self, key), f"line {reader.line_num} has no path or no label",
                                   "write both on every line, or take it out")  # fmt: skip
-            rows.append((row[self.path_column], row[self.label_column]))
+            rows.append((row[self.path_column], tuple(self._value(row[name], key, reader.line_num) for name in self.columns)))
         return rows
+
+    def _value(self, cell: str, key: str, line: int) -> Any:
+        """A cell as text, or as the number that it has to be."""
+        if not self.rows_of_numbers:
+            return cell
+        try:
+            number = float(cell)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number) or (self.label_columns and number not in (0, 1)):
+            raise ConfigError(f"data.{key}", getattr(self, key), f"line {line} has {cell[:40]} where "
+                              f"{'0 or 1' if self.label_columns else 'a number'} has to be", "repair it, or take it out")
+        return number
 
     def load(self, augment: Any, seed: int) -> Splits:
         read, classes = self._read()
+        if self.rows_of_numbers:
+            known: dict[str, Any] = {"labels": "several"} if self.label_columns else {"outputs": len(self.target_columns)}
+            assert read[0] is not None
+            return self.splits(read[0], read[1], read[2], classes.names if self.label_columns else (), augment, **known)
         train, evaluation, test = (
             None if rows is None else (rows[0], [classes.number[label] for label in rows[1]]) for rows in read
         )
@@ -121,7 +168,7 @@ class CsvFile(ImageFileOptions):
         return self.splits(train, evaluation, test, classes.names, augment)
 
 
-def kept(rows: tuple[list[str], list[str]], classes: ClassMap) -> tuple[list[str], list[str]]:
+def kept(rows: tuple[list[str], Any], classes: ClassMap) -> tuple[list[str], list[str]]:
     """The lines whose label is in the map."""
     chosen = [(name, label) for name, label in zip(*rows, strict=True) if label in classes.number]
     return [name for name, _ in chosen], [label for _, label in chosen]

@@ -38,7 +38,7 @@ class Names:
         return self.blob[start : int(self.ends[index])].decode("utf-8", "surrogateescape")
 
 
-Listed = tuple[list[str], list[int]]  # names of files, and their class numbers
+Listed = tuple[list[str], Any]  # names of files, and their class numbers or rows of numbers
 
 
 class ImageFiles(LabelledImages):
@@ -76,9 +76,9 @@ class ImageFileOptions(ImageOptions):
         return path
 
     def splits(self, train: Listed, evaluation: Listed | None, test: Listed | None, classes: Sequence[str], augment: Any,
-               notes: Sequence[str] = ()) -> Splits:  # fmt: skip
+               notes: Sequence[str] = (), **known: Any) -> Splits:  # fmt: skip
         """Splits over files, named relative to `root`. `evaluation` None: it is held out of `train`. `notes`: what a person
-        should hear of them."""
+        should hear of them; `known`: see `made`."""
         root = self.checked_root()
         return self.made(ImageFiles(root, *train, self, augment), ImageFiles(root, *(evaluation or train), self, None), classes,
-                         notes, None if test is None else ImageFiles(root, *test, self, None))  # fmt: skip
+                         notes, None if test is None else ImageFiles(root, *test, self, None), **known)  # fmt: skip

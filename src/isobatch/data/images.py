@@ -25,10 +25,10 @@ IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 class LabelledImages(ABC):
-    """`dataset[i] -> (pixels (C, height, width) uint8, class number)`.
+    """`dataset[i] -> (pixels (C, height, width) uint8, class number)`, or a row of float32 in the place of the number.
 
     Args:
-        labels: (N,) class numbers.
+        labels: (N,) class numbers, or rows (N, K) of float32.
         transform: what augments (augment.SampleTransform), or None: then the evaluation's center crop is read.
     """
 
@@ -39,7 +39,9 @@ class LabelledImages(ABC):
 
         options = options.settled({})
         assert options.image_size is not None and options.crop_pct is not None
-        self.labels = numpy.asarray(labels, dtype=numpy.int64)  # not a tensor: reading one number of it costs 20 times more
+        rows = getattr(labels, "ndim", 1) == 2
+        # not a tensor: reading one number of it costs 20 times more
+        self.labels = numpy.asarray(labels, dtype=numpy.float32 if rows else numpy.int64)
         self.options, self.transform, self.size = options, transform, options.image_size
         black, white = options.pixel_range or (None, None)
         self.stages: list[tuple[int, Size]] = []  # (first epoch, size of its images)
@@ -71,13 +73,28 @@ class LabelledImages(ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         options = self.options
         way = str(options.interpolation) if self.transform is None else self.transform.way()
         image = self.decode(self.data(index), self.box, self.size, way, self.how)
         if self.transform is not None:
             image = self.transform.after(image)
-        return image, int(self.labels[index])
+        return image, self.label(index)
+
+    def label(self, index: int) -> Any:
+        label = self.labels[index]
+        return int(label) if self.labels.ndim == 1 else torch_row(label)
+
+
+def one_of(labels: Any) -> Any:
+    """(N,) class numbers, by which samples are held out; rows of labels or numbers are all alike."""
+    return labels if labels.ndim == 1 else (0 * labels[:, 0]).astype("int64")
+
+
+def torch_row(row: Any) -> Tensor:
+    import torch
+
+    return torch.from_numpy(row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +194,9 @@ class ImageOptions(HeldOut, Reading):
         return tuple(mean), tuple(std)
 
     def made(self, train: LabelledImages, evaluation: LabelledImages, classes: Sequence[str],
-             notes: Sequence[str] = (), test: LabelledImages | None = None) -> Splits:  # fmt: skip
-        """The splits, with what a model needs to know.
+             notes: Sequence[str] = (), test: LabelledImages | None = None, labels: str = "one",
+             outputs: int = 0) -> Splits:  # fmt: skip
+        """The splits, with what a model needs to know. `labels`, `outputs`: see DataInfo.
 
         Args:
             evaluation: where samples are held out, those of `train` once more, without augmentation.
@@ -189,7 +207,7 @@ class ImageOptions(HeldOut, Reading):
 
         options = self.settled({})
         size: Any = options.image_size
-        if len(classes) < 2:
+        if len(classes) < 2 and labels == "one" and not outputs:
             key = next(f"data.{name}" for name in ("root", "path") if hasattr(self, name))
             raise ConfigError(key, getattr(self, key[5:]), f"has the one class {', '.join(classes) or '(none)'} alone, and "
                               "nothing can be told apart", "add samples of a second class")  # fmt: skip
@@ -197,7 +215,7 @@ class ImageOptions(HeldOut, Reading):
         mean, std = self.normalization()
         shape = (self.in_chans, *sides(size))
         info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes),
-                        self.eval_size, options.crop_pct, options.interpolation, tuple(notes))  # fmt: skip
+                        self.eval_size, options.crop_pct, options.interpolation, tuple(notes), labels, outputs)  # fmt: skip
 
         train.stages = [(begin, side) for begin, side in self.sizes or []]
         for dataset in (evaluation, test):
@@ -205,10 +223,10 @@ class ImageOptions(HeldOut, Reading):
                 dataset.size = self.eval_size or size
 
         def split(dataset: LabelledImages, rows: Any = None) -> Split:
-            labels = dataset.labels if rows is None else dataset.labels[rows]
-            return Split(dataset if rows is None else Part(dataset, rows), targets=lambda: torch.from_numpy(labels), info=info)
+            found = dataset.labels if rows is None else dataset.labels[rows]
+            return Split(dataset if rows is None else Part(dataset, rows), targets=lambda: torch.from_numpy(found), info=info)
 
-        rest, held = self.parted(train.labels) if self.holds_out else (None, None)
+        rest, held = self.parted(one_of(train.labels)) if self.holds_out else (None, None)
         return Splits(split(train, rest), split(evaluation, held), info, None if test is None else split(test))
 
 

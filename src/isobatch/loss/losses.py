@@ -27,6 +27,7 @@ class Loss:
     """
 
     averages = True
+    several = True  # whether it can be about several labels of a sample
 
     def couples(self, criterion: Any) -> bool:
         """Whether `criterion`, as `build` gave it, lets the samples of a forward meet in more than their mean or sum: then it
@@ -76,6 +77,7 @@ class CrossEntropy(Smoothed):
     """
 
     name: str = "cross_entropy"
+    several = False
     class_weights: list[float] | None = None
     ignore_index: int | None = None
 
@@ -157,6 +159,7 @@ class JensenShannon(Smoothed):
     """
 
     name: str = "jsd"
+    several = False
     num_splits: int = 3
     alpha: float = 12.0
     noise: float = 0.3
@@ -198,6 +201,7 @@ class Distillation(Smoothed):
     """
 
     name: str = "distill"
+    several = False
     temperature: float = 2.0
     weight: float = 0.5
     teacher: dict[str, Any] = option(factory=lambda: dict(NO_TEACHER), path=("checkpoint",))

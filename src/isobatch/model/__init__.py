@@ -1,11 +1,12 @@
-"""Group `model`: timm architectures by name, and two small models of our own."""
+"""Group `model`: timm architectures by name, segmentation-models-pytorch's, and two small models of our own."""
 
 from typing import Any
 
 from isobatch.marks import Marks
 from isobatch.model.architectures import COMPILE, MLP, Linear, Model, Timm
+from isobatch.model.segmentation import Segmentation
 
-__all__ = ["COMPILE", "MARKS", "MLP", "TABLE", "Linear", "Model", "Timm"]
+__all__ = ["COMPILE", "MARKS", "MLP", "TABLE", "Linear", "Model", "Segmentation", "Timm"]
 
-TABLE: dict[str, Any] = {"timm": Timm, "linear": Linear, "mlp": MLP}
+TABLE: dict[str, Any] = {"timm": Timm, "smp": Segmentation, "linear": Linear, "mlp": MLP}
 MARKS = Marks(speed=True)

@@ -90,13 +90,13 @@ class Timm(Model):
         if not timm.is_model(base):
             near = difflib.get_close_matches(base, timm.list_models(), n=3, cutoff=0.4) or ["resnet18"]
             raise ConfigError("model.arch", self.arch, "timm has no such architecture", f"try {', '.join(near)}")
-        if info.num_classes < 1:
+        if info.answers < 1:
             raise ConfigError("model.name", self.name, f"a classifier needs classes, and data={info.name} has none",
                               "set model=linear or model=mlp")  # fmt: skip
         rates: dict[str, Any] = {k: v for k, v in (("drop_rate", self.drop_rate), ("drop_path_rate", self.drop_path_rate)) if v}
         try:
             model = timm.create_model(
-                self.arch, pretrained=self.pretrained, num_classes=info.num_classes, in_chans=info.in_chans,
+                self.arch, pretrained=self.pretrained, num_classes=info.answers, in_chans=info.in_chans,
                 **rates, **self.kwargs,
             )  # fmt: skip
         except Exception as error:  # whatever a model's own constructor raises
@@ -149,7 +149,7 @@ class Linear(Model):
     def build(self, info: DataInfo) -> nn.Module:
         from torch import nn
 
-        layer = nn.Linear(info.features, self.outputs or max(1, info.num_classes), bias=self.bias)
+        layer = nn.Linear(info.features, self.outputs or max(1, info.answers), bias=self.bias)
         if self.init != "default":
             for parameter in layer.parameters():
                 nn.init.constant_(parameter, float(self.init == "ones"))
@@ -186,4 +186,4 @@ class MLP(Model):
             if self.drop_rate:
                 layers.append(nn.Dropout(self.drop_rate))
             width = self.width
-        return nn.Sequential(*layers, nn.Linear(width, self.outputs or max(1, info.num_classes)))
+        return nn.Sequential(*layers, nn.Linear(width, self.outputs or max(1, info.answers)))

@@ -33,6 +33,7 @@ class Signature:
         mean, std: per channel, what images in 0 .. 1 were normalised with; () = inputs as the data set gives them.
         input_shape: of one input in training, (C, H, W) for images.
         eval_size, crop_pct, interpolation: how an evaluation cuts its images out; None = they are taken as they are.
+        labels, outputs: see DataInfo.
     """
 
     class_names: tuple[str, ...] = ()
@@ -43,11 +44,13 @@ class Signature:
     eval_size: int | None = None
     crop_pct: float | None = None
     interpolation: str | None = None
+    labels: str = "one"
+    outputs: int = 0
 
     @classmethod
     def of(cls, info: DataInfo) -> Signature:
         return cls(info.class_names, info.num_classes, info.mean, info.std, info.shape,
-                   info.eval_size, info.crop_pct, info.interpolation)  # fmt: skip
+                   info.eval_size, info.crop_pct, info.interpolation, info.labels, info.outputs)  # fmt: skip
 
     @classmethod
     def of_pretrained(cls, model: Any) -> Signature:
@@ -69,7 +72,7 @@ class Signature:
                 found[key] = tuple(values)
         if len(found.get("mean", ())) != len(found.get("std", ())) or not all(x > 0 for x in found.get("std", ())):
             found["mean"] = found["std"] = ()
-        for key, one in (("eval_size", int), ("crop_pct", float), ("interpolation", str)):
+        for key, one in (("eval_size", int), ("crop_pct", float), ("interpolation", str), ("labels", str), ("outputs", int)):
             if type(facts.get(key)) is one:
                 found[key] = facts[key]
         return cls(**found)

@@ -48,7 +48,7 @@ class Known:
 
 def info_of(known: Signature, name: str) -> DataInfo:
     return DataInfo(name, known.input_shape, known.num_classes, known.mean, known.std, known.class_names,
-                    known.eval_size, known.crop_pct, known.interpolation)  # fmt: skip
+                    known.eval_size, known.crop_pct, known.interpolation, (), known.labels, known.outputs)  # fmt: skip
 
 
 def of(model: Any, for_evaluation: bool) -> Known | None:

@@ -38,10 +38,9 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
         raise ConfigError(key, now.get(key), f"{run_dir} holds a job with {key}={then.get(key)}",
                           "use another hydra.sweep.dir, or remove that folder")  # fmt: skip
     if summary.get("state") in layout.DONE:
-        final = summary.get("final")
-        metric = (plain.get("sweep") or {}).get("objective")
-        value = final.get(metric) if metric and isinstance(final, dict) else better.objective(final, None) if isinstance(
-            final, dict) else None  # fmt: skip
+        final, metric = summary.get("final"), (plain.get("sweep") or {}).get("objective")
+        found = final if isinstance(final, dict) else {}
+        value = found.get(metric) if metric else better.objective(found, None)
         return "skip", float(value) if isinstance(value, int | float) else None
     return ("go on" if (run_dir / layout.CHECKPOINTS).is_dir() else "again"), None
 

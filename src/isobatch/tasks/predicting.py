@@ -208,4 +208,5 @@ class Answers:
         names = unlabelled.names_of(self.split, numbers) if self.ranks.is_main else [""] * len(numbers)
         classes = self.trained.info.num_classes
         scores = isinstance(outputs, Tensor) and outputs.ndim == 2 and classes and outputs.shape[1] == classes
-        return Answered(numbers.start, names, outputs, outputs.softmax(1) if scores else None)
+        probable = Tensor.sigmoid if self.trained.info.labels == "several" else lambda logits: logits.softmax(1)
+        return Answered(numbers.start, names, outputs, probable(outputs) if scores else None)

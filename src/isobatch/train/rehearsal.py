@@ -84,6 +84,9 @@ class Rehearsal:
     def _both(self, prepare: Callable[..., Any] | None, trains: bool) -> list[str]:
         criterion, evaluation = self.loss.build(), self.loss.evaluation()
         started, modes = time.monotonic(), [(m, m.training) for m in self.module.modules()]
+        if self.splits.info.labels == "several" and not self.loss.several:
+            raise ConfigError("loss.name", self.loss.name, "is about one class of a sample, and "
+                              f"data={self.splits.info.name} has several labels", "set loss=bce")  # fmt: skip
         for which, split in (("training", self.splits.train), ("evaluation", self.splits.eval)):
             self._labels(which, split, getattr(criterion, "ignore_index", IGNORED))
         try:
