@@ -41,7 +41,7 @@ def run_with_teacher(folder: Path, words: tuple[str, ...], ranks: Ranks, monkeyp
         built.append((network, digest(network)))
         return network
 
-    monkeypatch.setattr(run.saved_model, "build", build)
+    monkeypatch.setattr(saved_model, "build", build)
     folder.mkdir(parents=True, exist_ok=True)
     value = run.run_job(plain(*words), folder, ranks)
     ((network, before),) = built

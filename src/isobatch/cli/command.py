@@ -130,7 +130,7 @@ def main() -> None:
         sys.exit(code_of_verb)
     for line in dotenv.read(Path.cwd()):
         tell(f"isobatch: {line}")
-    gc.disable()  # a start makes a million objects and no garbage: searching them is a sixth of it; run.py enables it again
+    gc.disable()  # a start makes a million objects and no garbage: searching them is a sixth of it; run_job enables it again
     signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, _terminated)

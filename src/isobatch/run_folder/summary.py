@@ -23,9 +23,14 @@ class Run(Protocol):
     """What a summary is told of a run; `loop` is None where it ended before its first step could be taken."""
 
     ranks: Ranks
-    plan: dict[str, Any]
     started: float
     loop: Loop | None
+
+    @property
+    def plan(self) -> dict[str, Any]: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 def summarize(run: Run, ending: str, error: BaseException | None) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def digest(run: Run, ending: str) -> str | None:
 
 
 def this_rank(run: Run) -> dict[str, Any]:
-    device = getattr(run, "device", torch.device("cpu"))
+    device = run.device
     try:
         peak: float | None = accelerator.peak_memory_mb(device)
     except Exception:  # of a device that failed

@@ -1,0 +1,129 @@
+"""From a plan to a loop that is ready for its next window: every part is built here, once, in an order that matters."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from isobatch.audit import hooks
+from isobatch.console import Console
+from isobatch.data.device import SideStream
+from isobatch.data.feed import Feed, example, make_source
+from isobatch.evaluate.evaluator import Evaluator, chosen_split
+from isobatch.launch.outcome import give_up
+from isobatch.launch.signals import STOP
+from isobatch.launch.withdrawal import withdraw
+from isobatch.logger import Logger
+from isobatch.reduction import elements
+from isobatch.resume import saved_model
+from isobatch.run.planned import Planned
+from isobatch.run_folder.files import RunFiles
+from isobatch.run_folder.fingerprint import Fingerprint
+from isobatch.runtime import hardware
+from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.randomness import ShardSeeder, draws_on_host
+from isobatch.shards.criteria import EachShard, handed_on
+from isobatch.shards.side_by_side import SideBySide
+from isobatch.train import batch_norm, graph, pace, sharpness
+from isobatch.train.governed import governed
+from isobatch.train.loop import Loop
+from isobatch.train.rehearsal import SAMPLES, rehearse
+from isobatch.train.state import TrainState
+from isobatch.train.step import Parts, mean
+
+
+def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files: RunFiles, logger: Logger,
+             console: Console) -> Loop:  # fmt: skip
+    """The loop of a run that trains (`trains`) or looks at what was trained.
+
+    1. the model on its device, in the precision's working copy, and its average;
+    2. the rehearsal, while the weights are whole: where they are spread, a forward is a collective;
+    3. the weights spread over ranks, then the optimizer, which has to hold the parts;
+    4. compilation, recording and the reducer, which wraps what runs then;
+    5. what follows the training (schedule, stopping, checkpoints), and the state that a resumed run brings;
+    6. what reads data, and the loop.
+
+    Raises:
+        ConfigError: model, data and loss do not fit each other.
+    """
+    config, resume, device, splits, plan = planned.config, planned.resume, planned.device, planned.splits, planned.plan
+    model, total, sharing = planned.model, planned.total, planned.sharing
+    if config.model.batch_norm == "sync":
+        model = batch_norm.synchronised(model)
+    channels_last = hardware.wants_channels_last(config, device)
+    model = model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # type: ignore[call-overload]
+    working = config.parallel.working_copy(config.precision, model, ranks.world_size)  # may change its dtype
+    average = config.ema.build(model)
+    prepare = config.loss.prepare(
+        config.augment.batch_transform(splits.info, config.seed),
+        lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
+    )  # fmt: skip
+    given, seen, metrics = rehearse(config, working.module, splits, device, channels_last, prepare, trains,
+                                    STOP.asked, give_up(run_dir, ranks.rank))  # fmt: skip
+    config.parallel.shard(model, average and average.module, config.precision, ranks, device,
+                          lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
+    optimizer = config.optimizer.build(model, plan.batch.effective)
+    statistics = batch_norm.ShardStatistics(working.module)
+    if config.compile:
+        # shapes are few and fixed; a graph for any size would be slower, and depend on which size came first
+        working.module.compile(dynamic=False, mode=None if config.compile is True else config.compile)
+    plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, at_once=sharing.at_once))
+    working, strategy, micro_step = graph.chosen(config, working, optimizer, ranks, device)
+    reducer = config.reduction.build(working, strategy, plan, ranks, device)
+    reducer = elements.in_front_of(reducer, given, SAMPLES, plan.batch, ranks, device)
+    reducer = sharpness.around(config.optimizer, reducer, working, [p for p in model.parameters() if p.requires_grad])
+    rules = governed(config, model, optimizer, total, plan, metrics, average is not None, run_dir, ranks)
+    checkpointer = config.checkpoint.build(run_dir, ranks, planned.about)
+    state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
+                       followers={**rules.followers, "leaders": checkpointer.leaders})  # fmt: skip
+    resume.restore(state)
+    if resume.saved is not None:
+        working.push_weights()
+    resume.choose_weights(state)
+    if trains:
+        files.resume_metrics(state.step)  # this folder's rows from before a restart, as far as they stand
+        resume.adopt(checkpointer)
+    lanes = config.parallel.lane_devices(device)
+    criterion = config.loss.build()
+    host = draws_on_host(working.module, criterion, getattr(config.loss, "factory", criterion))
+    seed = ShardSeeder(config.seed, lanes, host)
+    if sharing.at_once > 1 and config.loss.couples(criterion):
+        criterion, prepare = EachShard(criterion, config.loss.averages), handed_on(prepare)
+    apart: SideBySide | Fingerprint = SideBySide(config.seed, lanes, sharing.apart, plan.batch.shard)
+    if config.sweep.tolerance is not None:  # equal training is asked for: fingerprints explain a difference
+        apart = Fingerprint(working.module, apart)
+    side = SideStream(device)
+    evaluated = chosen_split(config.evaluate, splits)
+    loop = Loop(
+        state=state,
+        parts=Parts(
+            criterion=criterion, reducer=reducer, precision=config.precision, working=working,
+            statistics=statistics, seed=seed, device=device,
+            apart=apart, micro_step=micro_step, weigh=getattr(reducer, "weigh", mean),
+            clip=rules.clip, skip_nonfinite=config.on_nonfinite == "skip",
+        ),
+        feed=Feed(
+            make_source(splits.train, device, config, channels_last, ranks, True, side), plan,
+            lambda epoch: config.sampler.order(epoch, len(splits.train), config.seed, splits.train.targets),
+            config.parallel.local_replicas(ranks, device), len(lanes), config.loss.averages, prepare,
+            keep=reducer.replays, interleaved=not channels_last,
+        ),
+        evaluator=Evaluator(
+            evaluated, make_source(evaluated, device, config, channels_last, ranks, False, side), config.loss.evaluation(),
+            config.precision, ranks, device,
+            # with exact the same bits at any micro batch
+            config.batch.eval or (plan.batch.shard if config.reduction.exact else planned.plan.batch.micro),
+            splits.info.num_classes, config.loss.averages, plan.batch.shard, views=config.evaluate.views,
+            after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes, metrics=metrics, example=seen,
+        ),
+        schedule=rules.schedule, stopping=rules.stopping, ending=resume.ended(rules.stopping.ending),
+        checkpointer=checkpointer, logger=logger, console=console, files=files, ranks=ranks,
+        total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
+        eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if config.eval_every else plan.ahead,
+        profiler=config.profile.build(run_dir, ranks, device), stop_requested=STOP.asked,
+        pace=pace.watched(config, state, ranks, device), chain=rules.chain,
+    )  # fmt: skip
+    loop.audit = hooks.wanted(config, loop, lanes, seed.all, withdraw)
+    return loop
