@@ -24,8 +24,8 @@ from isobatch.runtime.distributed import Ranks
 
 CASES = {
     "toy": (TOY, 300, 15),
-    "resnet18 x 1": ([*RESNET, "batch.effective=16", "batch.micro=16"], 3, 7),
-    "resnet18 x 3": ([*RESNET, "batch.effective=48", "batch.micro=16"], 2, 7),
+    "resnet18 x 1": ([*RESNET, "batch.effective=16", "batch.shard=16"], 3, 7),
+    "resnet18 x 3": ([*RESNET, "batch.effective=48", "batch.shard=16"], 2, 7),
 }
 
 
