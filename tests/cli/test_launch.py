@@ -200,6 +200,7 @@ def test_torchrun_stops_after_a_checkpoint(tmp_path: Path) -> None:
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_torchrun_with_one_process_settings_is_refused_in_one_line(tmp_path: Path) -> None:
     ended = run([*TORCHRUN, "parallel=single", "hydra.run.dir=run"], tmp_path)
     assert ended.code == 1  # torchrun's own; rank 0's was 2
