@@ -30,6 +30,7 @@ from collections.abc import Iterator
 
 import torch
 
+from isobatch.audit import digest
 from pretended import machine, names, replicas, tensors
 from pretended.machine import Machine
 from pretended.watch import Watch
@@ -54,6 +55,7 @@ def pretend(devices: int = 1, memory: int | None = None) -> Iterator[Machine]:
             yield found
     finally:
         machine._HERE.pop()
+        digest.forget()  # memory of this machine
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ def test_what_an_agent_sets_wins(tmp_path: Path, environ: Callable[..., None]) -
     environ(WANDB_MODE="offline", WANDB_RUN_ID="given1", WANDB_PROJECT="theirs", WANDB_ENTITY="them",
             WANDB_SWEEP_ID="sw1", WANDB_DIR=str(tmp_path / "elsewhere"))  # fmt: skip
 
-    def rows_reach_the_disk() -> None:
+    def rows_reach_the_disk(logger: Logger) -> None:
         """While the run goes on: what a machine that dies would lose."""
         end = time.monotonic() + 100
         while time.monotonic() < end:

@@ -391,7 +391,8 @@ def test_nothing_but_the_reader_opens_what_a_run_left() -> None:
             "run_folder/reading.py", "run_folder/lock.py",
             "run_folder/files.py", "report/scan.py", "compare/rows.py", "api.py",  # lines of metrics.jsonl
             "resume/signature.py",  # metadata of weights, of limited length
-            "launch/outcome.py", "launch/torchrun.py", "launch/last_folder.py", "launch/watchdog.py",  # between processes
+            "launch/outcome.py", "launch/torchrun.py", "launch/last_folder.py", "launch/watchdog.py",
+                "study.py", "logger/artifacts.py",  # between processes, as those before it
             "logger/weights_and_biases.py", "logger/wandb_process.py", "dashboard.py",
         },
     }  # fmt: skip

@@ -104,6 +104,11 @@ def _words(flat: Tensor) -> int:
 _memory: dict[tuple[torch.device, object], Tensor] = {}
 
 
+def forget() -> None:
+    """Give back what digests work in."""
+    _memory.clear()
+
+
 def _pieces(device: torch.device) -> int:
     return 1 if device.type == "cpu" else AT_ONCE
 

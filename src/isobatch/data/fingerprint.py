@@ -55,8 +55,9 @@ def _files(split: Split) -> Iterator[bytes]:
             data = split.dataset.data(index)
         except OSError as error:
             raise JobFailed(f"data.fingerprint=contents: {split.describe(index)} cannot be read ({error})") from None
-        yield len(data).to_bytes(8, "little")
-        yield data
+        for part in (data, *([split.dataset.beside(index)] if hasattr(split.dataset, "beside") else [])):
+            yield len(part).to_bytes(8, "little")
+            yield part
 
 
 def _of_parts(parts: Iterator[bytes]) -> str:

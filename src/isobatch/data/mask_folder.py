@@ -43,6 +43,10 @@ class MaskedImages(ImageFiles):
         mask = self.mask(f"{self.root}/{self.masks[index]}", *seen[0])
         return (image, mask) if self.transform is None else self.transform.with_mask(image, mask)
 
+    def beside(self, index: int) -> bytes:
+        """The file of the mask, for a fingerprint of contents."""
+        return Path(f"{self.root}/{self.masks[index]}").read_bytes()
+
     def mask(self, path: str, width: int, height: int, box: Box) -> Tensor:
         """
         Raises:

@@ -11,6 +11,7 @@ import torch
 
 from isobatch import better, tasks
 from isobatch import config as configuration
+from isobatch.audit import digest
 from isobatch.config import Config
 from isobatch.console import Console, make_console
 from isobatch.errors import ConfigError, Stopped
@@ -139,6 +140,7 @@ class Run:
         if not self.stands(error):
             self.files.summary(summary)
         self.files.close()
+        digest.forget()  # the next job of a sweep may have other devices
         self.logger.finish(summary, 0 if error is None else getattr(error, "exit_code", 1))
         self.console.result(summary, str(self.run_dir), self.logger.how_to_look)
 
