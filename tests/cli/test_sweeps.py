@@ -17,6 +17,7 @@ from harness import BASE, plain, summary, train
 
 from isobatch import sweeps
 from isobatch.cli.swept_overrides import reachable
+from isobatch.config import to_yaml
 from isobatch.errors import ConfigError
 
 TRAIN = Path(__file__).parents[2] / "train.py"
@@ -72,6 +73,23 @@ def test_what_an_earlier_launch_left_decides(tmp_path: Path) -> None:
     assert sweeps.earlier(config, tmp_path)[0] == "go on"
     with pytest.raises(ConfigError, match="seed=7"):
         sweeps.earlier({**config, "seed": 7}, tmp_path)
+    with pytest.raises(ConfigError, match=r"optimizer\.kwargs"):
+        sweeps.earlier({**config, "optimizer": {**config["optimizer"], "kwargs": {"nesterov": True}}}, tmp_path)
+
+
+def test_a_sweep_of_an_earlier_release_is_gone_on_with(tmp_path: Path) -> None:
+    """Its jobs say nothing of options and groups that came later; what they then did differently is no secret."""
+    config = plain(*BASE, "batch.shard=null")
+    before = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items() if key != "audit"}
+    del before["batch"]["shard"], before["data"]["num_workers"]
+    (tmp_path / "config.yaml").write_text(to_yaml(before))
+    today = {**config, "batch": {**config["batch"], "shard": 8}}
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "failed"}))
+    assert sweeps.earlier(config, tmp_path)[0] == "again"
+    with pytest.raises(ConfigError, match=r"batch\.shard=8: .* holds a job with batch\.shard=None"):
+        sweeps.earlier(today, tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "completed", "final": {"eval/accuracy": 0.5}}))
+    assert sweeps.earlier(today, tmp_path) == ("skip", 0.5)
 
 
 def test_training_has_the_garbage_collector_that_the_start_does_without(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from isobatch import better
 from isobatch.config import flat, read_yaml
 from isobatch.errors import ConfigError
+from isobatch.resume.contract import EARLIER
 from isobatch.run_folder import layout
 from isobatch.run_folder.files import write_json
 from isobatch.run_folder.reading import Unreadable, read_mapping
@@ -31,18 +32,32 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
     before = read_yaml(run_dir / layout.CONFIG)
     if before is None:
         return "new" if not summary else "again", None
+    done = summary.get("state") in layout.DONE
     then, now = flat(before), flat(plain)
-    changed = [k for k in sorted({*then, *now}) if then.get(k) != now.get(k) and not k.startswith(IGNORED)]
+    changed = [k for k in sorted({*then, *now}) if then.get(k) != now.get(k) and not k.startswith(IGNORED)
+               and _has(before, k) and _has(plain, k)]  # fmt: skip
+    if not done:  # it would go on as an earlier release did it, and the jobs beside it as today's does
+        older = {f"{group}.{key}": value for group, options in EARLIER.items() for key, value in options.items()
+                 if not _has(before, f"{group}.{key}")}  # fmt: skip
+        changed += [k for k, value in older.items() if k in now and now[k] != value]
+        then |= older
     if changed:
         key = changed[0]
         raise ConfigError(key, now.get(key), f"{run_dir} holds a job with {key}={then.get(key)}",
                           "use another hydra.sweep.dir, or remove that folder")  # fmt: skip
-    if summary.get("state") in layout.DONE:
+    if done:
         final, metric = summary.get("final"), (plain.get("sweep") or {}).get("objective")
         found = final if isinstance(final, dict) else {}
         value = found.get(metric) if metric else better.objective(found, None)
         return "skip", float(value) if isinstance(value, int | float) else None
     return ("go on" if (run_dir / layout.CHECKPOINTS).is_dir() else "again"), None
+
+
+def _has(plain: Mapping[str, Any], key: str) -> bool:
+    """Whether the release that `plain` is of knows the option that `key` is, or lies in."""
+    group, _, rest = key.partition(".")
+    options = plain.get(group)
+    return group in plain and (not rest or not isinstance(options, Mapping) or rest.partition(".")[0] in options)
 
 
 def check_alone(plain: Mapping[str, Any]) -> None:
