@@ -118,7 +118,7 @@ def test_a_warned_job_saves_queues_again_and_goes_on(slurm: Callable[..., str], 
     until(lambda: "PENDING" in slurm("squeue", "-h", "-o", "%T"))
     first = json.loads((run / "summary.json").read_text())
     assert first["state"] == "stopped" and first["steps"] > 0
-    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # a requeued job waits for two minutes otherwise
+    # a requeued job waits for two minutes, in which its node lets go of the first turn
     until(lambda: f"step {first['steps']}" in (tmp_path / f"slurm-{job}.log").read_text().partition("goes on from")[2])
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))
