@@ -21,6 +21,7 @@ test-all: lint  ## with full matrices, chaos, network namespaces and a browser
 
 lint: $(VENV)/test-ready
 	$(BIN)/ruff check src tests benchmarks train.py
+	$(BIN)/ruff format --check --quiet src tests benchmarks examples train.py
 	$(BIN)/mypy
 
 bench: $(VENV)/ready

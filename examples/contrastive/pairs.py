@@ -42,8 +42,12 @@ class Encoder(nn.Module):
     def __init__(self, num_classes: int, in_chans: int, width: int = 16):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU(),
-            nn.Flatten(), nn.Linear(512, width),
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(512, width),
         )
         self.project = nn.Sequential(nn.ReLU(), nn.Linear(width, 32))
 

@@ -104,4 +104,3 @@ def read(run: str | Path) -> list[dict[str, Any]]:
 def _number(value: Any) -> Any:
     """JSON has no NaN: what is not finite is written as a word."""
     return float(value) if value in ("nan", "inf", "-inf") else value
-

@@ -25,7 +25,7 @@ def check(group: str, metric: str, mode: str) -> None:
     choice(f"{group}.mode", mode, ("auto", "max", "min"))
     if mode == "auto" and metric != "auto" and metric not in KNOWN:
         raise ConfigError(f"{group}.mode", mode, f"whether more or less {metric} is better is not known",
-                          f"set {group}.mode=max or {group}.mode=min") # fmt: skip
+                          f"set {group}.mode=max or {group}.mode=min")  # fmt: skip
 
 
 def sign(metric: str, mode: str) -> int:

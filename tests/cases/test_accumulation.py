@@ -115,7 +115,8 @@ def test_a_rank_without_a_shard_waits_for_nobody(tmp_path: Path) -> None:
     """Five ranks, three shards in a full window and one in the tail: the same biases as on one process."""
     targets = upto(4)
     alone = train(tmp_path / "alone", *mean_probe(targets), "batch.effective=3", "batch.micro=1", "batch.shard=null")
-    for record in train_ranks(5, tmp_path / "five", *mean_probe(targets), "batch.effective=3", "batch.micro=1",
-                              "batch.shard=null"):
+    for record in train_ranks(
+        5, tmp_path / "five", *mean_probe(targets), "batch.effective=3", "batch.micro=1", "batch.shard=null"
+    ):
         assert record.last == pytest.approx(alone.last, abs=1e-5)
     assert alone.last == pytest.approx([2.0, 4.0], abs=1e-5)

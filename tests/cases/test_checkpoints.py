@@ -79,7 +79,6 @@ def test_case_18_no_wrapper_leaves_its_prefix_and_every_mode_loads_every_other(t
     for name, words in modes.items():
         train(tmp_path / name, *setting, *words)
 
-
     def on_two(ranks):
         for name, words in together.items():
             train(tmp_path / name, *setting, "parallel=ddp", *words, ranks=ranks)

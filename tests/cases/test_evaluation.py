@@ -66,8 +66,15 @@ def test_the_training_loss_is_a_mean_over_samples(tmp_path: Path) -> None:
     """The same first loss for every cut of an uneven window."""
     losses = []
     for micro in (7, 3, 1):
-        train(tmp_path / str(micro), *BASE, "batch.effective=7", f"batch.micro={micro}",
-              "batch.shard=null", "epochs=null", "steps=1")
+        train(
+            tmp_path / str(micro),
+            *BASE,
+            "batch.effective=7",
+            f"batch.micro={micro}",
+            "batch.shard=null",
+            "epochs=null",
+            "steps=1",
+        )
         losses += rows(tmp_path / str(micro), "train/loss")[:1]
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-6)
 

@@ -95,7 +95,11 @@ def test_29_offline_waits_for_no_server(tmp_path: Path) -> None:
     """A proxy that answers nothing stands for a network that is not there."""
     took = {}
     for mode in ("disabled", "offline"):
-        environ = {**bare_environ(tmp_path / mode), "HTTPS_PROXY": "http://10.255.255.1:9", "HTTP_PROXY": "http://10.255.255.1:9"}
+        environ = {
+            **bare_environ(tmp_path / mode),
+            "HTTPS_PROXY": "http://10.255.255.1:9",
+            "HTTP_PROXY": "http://10.255.255.1:9",
+        }
         (tmp_path / mode).mkdir(exist_ok=True)
         began = time.monotonic()
         done = command(*TINY, "steps=2", f"logger.mode={mode}", f"hydra.run.dir={tmp_path / mode / 'run'}", environ=environ)

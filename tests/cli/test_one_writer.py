@@ -123,8 +123,10 @@ def test_a_restart_of_the_same_elastic_launch_does_not_wait(tmp_path: Path, monk
 
 
 def test_one_whose_place_was_taken_ends(tmp_path: Path) -> None:
-    code = ("import sys, time; from pathlib import Path; from isobatch.run_folder import lock\n"
-            f"lock.BEAT_S = 0.05\nwith lock.held(Path({str(tmp_path)!r})):\n print('held', flush=True); time.sleep(100)")
+    code = (
+        "import sys, time; from pathlib import Path; from isobatch.run_folder import lock\n"
+        f"lock.BEAT_S = 0.05\nwith lock.held(Path({str(tmp_path)!r})):\n print('held', flush=True); time.sleep(100)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout and process.stdout.readline() == "held\n"
     with (tmp_path / NAME).open("r+") as file:

@@ -65,5 +65,7 @@ def test_a_run_stopped_by_sigterm_goes_on_with_its_own_settings_on_two_ranks(tmp
     done = summary(tmp_path / "two")
     assert (done["steps"], done["plan"]["world_size"], done["plan"]["num_shards"]) == (steps, 2, 6)
     rows = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
-    trained = [row["step"] for row in rows if "train/loss" in row]  # the stop may also have come before an evaluation that was due
+    trained = [
+        row["step"] for row in rows if "train/loss" in row
+    ]  # the stop may also have come before an evaluation that was due
     assert trained == [steps - 2, steps - 1, steps]

@@ -57,8 +57,10 @@ def test_options_of_a_swept_choice_reach_it() -> None:
     words = ["-m", "parallel=ddp,fsdp", "parallel.nproc=2", "+parallel.bucket_mb=3", "optimizer=sgd", "optimizer.lr=0.1,0.2"]
     assert reachable(words) == ["-m", "parallel=ddp,fsdp", "++parallel.nproc=2", *words[3:]]
     assert reachable(words[1:]) == words[1:]  # no sweep: Hydra looks where it should
-    assert reachable(["--multirun", "model=glob(*)", "model.width=3", "model.kwargs.x=1"])[2:] == ["++model.width=3",
-                                                                                                   "model.kwargs.x=1"]
+    assert reachable(["--multirun", "model=glob(*)", "model.width=3", "model.kwargs.x=1"])[2:] == [
+        "++model.width=3",
+        "model.kwargs.x=1",
+    ]
     assert reachable(["-m", "optimizer=sgd,adamw", "optimizer.lr=1"])[2] == "optimizer.lr=1"  # all of them have it
 
 

@@ -111,8 +111,9 @@ def wait_until(condition: object, started: launching.Started, seconds: float = 9
 
 @pytest.mark.slow
 def test_a_warned_job_queues_again_and_goes_on_and_ctrl_c_ends_all(tmp_path: Path) -> None:
-    started = launching.Started([*TRAIN, "steps=10000000", "log_every=1", "seed=0,1,2", NO_REPORT,
-                                "sweep.parallel_jobs=2"], tmp_path)
+    started = launching.Started(
+        [*TRAIN, "steps=10000000", "log_every=1", "seed=0,1,2", NO_REPORT, "sweep.parallel_jobs=2"], tmp_path
+    )
     rows = [tmp_path / "sweep" / job / "metrics.jsonl" for job in "01"]
     started.wait_for(*rows)
     first = next(iter(tasks(tmp_path)))

@@ -98,7 +98,8 @@ def test_a_machines_own_settings_are_under_recipes_runs_and_words(tmp_path: Path
     (tmp_path / "local").mkdir()
     (tmp_path / "local/default.yaml").write_text(
         "# @package _global_\ndefaults: [{override /logger: csv}, {override /optimizer: sgd}]\noptimizer: {lr: 7.0}\n"
-        "log_every: 7\nsteps: 9")
+        "log_every: 7\nsteps: 9"
+    )
     assert own(tmp_path)["logger"]["name"] == "csv" and own(tmp_path)["optimizer"]["lr"] == 7.0
     found = own(tmp_path, "experiment=digits", "logger=none", "optimizer=adamw")
     assert (found["epochs"], found["steps"], found["log_every"], found["logger"]) == (40, None, 7, {"name": "none"})

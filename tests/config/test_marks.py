@@ -141,8 +141,10 @@ def test_what_is_contract_and_what_decides_bits_stands_here_once_more() -> None:
     assert of_groups == {
         **dict.fromkeys(("sampler", "data", "augment", "model", "loss", "optimizer", "scheduler", "ema", "clip"), "contract"),
         **dict.fromkeys(("precision", "reduction"), "identity"),
-        **dict.fromkeys(("parallel", "accumulation", "stop", "metrics", "checkpoint", "audit", "logger", "writer", "debug",
-                         "profile"), "free"),
+        **dict.fromkeys(
+            ("parallel", "accumulation", "stop", "metrics", "checkpoint", "audit", "logger", "writer", "debug", "profile"),
+            "free",
+        ),
     }
     top = {key: mark.resume for key, mark in marked.top_level().items()}
     assert {key for key, kind in top.items() if kind == "contract"} == {"seed", "max_grad_norm"}

@@ -16,8 +16,10 @@ from isobatch.config import load
 from isobatch.run import Run
 from isobatch.runtime.distributed import Ranks
 
-pytestmark = [pytest.mark.gpu_pretended,
-              pytest.mark.filterwarnings("ignore:Flash Attention defaults")]  # what Loop.audit would have told before
+pytestmark = [
+    pytest.mark.gpu_pretended,
+    pytest.mark.filterwarnings("ignore:Flash Attention defaults"),
+]  # what Loop.audit would have told before
 QUIET = "log_every=1000", "eval_every=1000", "steps=1000"
 
 

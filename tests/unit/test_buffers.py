@@ -42,7 +42,8 @@ def test_a_cumulative_average_is_the_same_on_every_plan(tmp_path: Path) -> None:
 
     def seen(into: list[Any]) -> Any:
         return lambda state, parts, data: into.append(
-            [t.tolist() for t in (state.model.norm.running_mean, state.model.norm.num_batches_tracked)])
+            [t.tolist() for t in (state.model.norm.running_mean, state.model.norm.num_batches_tracked)]
+        )
 
     alone: list[Any] = []
     train(tmp_path / "alone", *words, observe=seen(alone))

@@ -261,6 +261,7 @@ def damage(run: Path, what: str) -> None:
         (path / "state.pt").write_bytes(pickle.dumps(Evil()))
         return reseal(path)
     elif what == "code in archive":
+
         class Mine:
             def __reduce__(self) -> Any:
                 return os.mkdir, (str(run.parent / "owned"),)

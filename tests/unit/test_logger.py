@@ -212,9 +212,7 @@ def test_refusals_come_before_anything_is_built(tmp_path: Path, environ: Callabl
 
 
 @pytest.mark.parametrize("module", ["wandb", "tensorboard"])
-def test_a_missing_package_is_named(
-    module: str, environ: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(module: str, environ: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     for name in (module, "several"):
         with pytest.raises(ConfigError, match=rf"package {module} is not installed.*logger=none"):

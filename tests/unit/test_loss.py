@@ -166,8 +166,20 @@ def test_views_depend_on_the_shard_alone() -> None:
 
 @pytest.mark.parametrize("loss", ["bce", "jsd"])
 def test_these_losses_train(tmp_path: Path, loss: str) -> None:
-    run.run_job(plain(*WORDS, f"loss={loss}", "steps=40", "eval_every=40", "batch.effective=64",
-                  "batch.micro=32", "model.width=32", "optimizer.lr=0.02"), tmp_path, Ranks())
+    run.run_job(
+        plain(
+            *WORDS,
+            f"loss={loss}",
+            "steps=40",
+            "eval_every=40",
+            "batch.effective=64",
+            "batch.micro=32",
+            "model.width=32",
+            "optimizer.lr=0.02",
+        ),
+        tmp_path,
+        Ranks(),
+    )
     assert summary(tmp_path)["final"]["eval/accuracy"] > 0.2
 
 

@@ -230,6 +230,7 @@ def test_a_row_after_a_line_of_any_length_is_found_where_it_lies(tmp_path: Path)
 
 # checkpoints that are no larger than they look, and would take a machine's memory or its time
 
+
 def shared(levels: int) -> list[Any]:
     value: list[Any] = ["x"]
     for _ in range(levels):

@@ -38,8 +38,16 @@ class Full:
         raise OSError("none")
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device"),
-                                   OSError(5, "Input/output error"), ValueError("I/O operation on closed file")], ids=str)
+@pytest.mark.parametrize(
+    "error",
+    [
+        BrokenPipeError(32, "Broken pipe"),
+        OSError(28, "No space left on device"),
+        OSError(5, "Input/output error"),
+        ValueError("I/O operation on closed file"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_printed_is_dropped_after_one_word(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     stream = Full(error)
     patient: Any = Patient(stream, "standard output")

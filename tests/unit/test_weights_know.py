@@ -101,8 +101,16 @@ def test_without_weights_nothing_changes(photos: Path, tmp_path: Path) -> None:
                                          "interpolation": "bilinear", **imagenet}  # fmt: skip
     options = load(plain("data=image_folder", f"data.root={photos}")).data.settled({})
     assert (options.image_size, options.crop_pct, options.interpolation, options.mean) == (224, 0.875, "bilinear", None)
-    before = {"data": {"name": "image_folder", "image_size": 224, "crop_pct": 0.875, "interpolation": "bilinear",
-                       "mean": None, "exif": "apply"}}
+    before = {
+        "data": {
+            "name": "image_folder",
+            "image_size": 224,
+            "crop_pct": 0.875,
+            "interpolation": "bilinear",
+            "mean": None,
+            "exif": "apply",
+        }
+    }
     assert contract.differences(before, {"data": plain("data=image_folder")["data"]}) == []
     assert contract.differences(before, {"data": plain("data=image_folder", "data.crop_pct=1")["data"]}) != []
 

@@ -142,8 +142,10 @@ class Checkpoint(NoCheckpoint):
         found = []
         for metric, value in result.items():
             direction = self.direction(metric)
-            if direction is None or not (math.isfinite(value) and math.isfinite(result.get(
-                    "eval/raw_loss" if metric.startswith("eval/raw_") else "eval/loss", 0.0))):
+            if direction is None or not (
+                math.isfinite(value)
+                and math.isfinite(result.get("eval/raw_loss" if metric.startswith("eval/raw_") else "eval/loss", 0.0))
+            ):
                 continue
             sign = 1 if direction == "max" else -1
             if metric not in best or sign * value > sign * best[metric]["value"]:

@@ -11,8 +11,18 @@ from typing import Any
 
 from isobatch.logger import job_facts
 
-NAMES = {"accuracy_top5": "top-5", "mean_iou": "mean IoU", "map": "mAP", "f1": "F1", "mae": "MAE", "rmse": "RMSE", "r2": "R2",
-         "grad_norm": "gradient norm", "loss_scale": "loss scale", "skipped_steps": "skipped"}
+NAMES = {
+    "accuracy_top5": "top-5",
+    "mean_iou": "mean IoU",
+    "map": "mAP",
+    "f1": "F1",
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "r2": "R2",
+    "grad_norm": "gradient norm",
+    "loss_scale": "loss scale",
+    "skipped_steps": "skipped",
+}
 
 
 def to_log(lines: Sequence[str]) -> None:

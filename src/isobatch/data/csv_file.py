@@ -151,8 +151,12 @@ class CsvFile(ImageFileOptions):
         except ValueError:
             number = math.nan
         if not math.isfinite(number) or (self.label_columns and number not in (0, 1)):
-            raise ConfigError(f"data.{key}", getattr(self, key), f"line {line} has {cell[:40]} where "
-                              f"{'0 or 1' if self.label_columns else 'a number'} has to be", "repair it, or take it out")
+            raise ConfigError(
+                f"data.{key}",
+                getattr(self, key),
+                f"line {line} has {cell[:40]} where {'0 or 1' if self.label_columns else 'a number'} has to be",
+                "repair it, or take it out",
+            )
         return number
 
     def load(self, augment: Any, seed: int) -> Splits:

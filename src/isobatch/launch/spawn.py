@@ -207,4 +207,3 @@ def _die_with_parent(meeting: Path, folder: Folder | None) -> None:
         folder.settle(Outcome("failed", line="the launching process was killed"))
         shutil.rmtree(meeting, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
-

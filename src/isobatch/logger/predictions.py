@@ -38,9 +38,7 @@ def encoded(predictions: Predictions) -> list[list[Any]]:
     """Rows of COLUMNS, each image as PNG in base64, so that they fit into a JSON message."""
     names = predictions.names
     rows: list[list[Any]] = []
-    for image, probabilities, target in zip(
-        predictions.images, predictions.probabilities, predictions.targets, strict=True
-    ):
+    for image, probabilities, target in zip(predictions.images, predictions.probabilities, predictions.targets, strict=True):
         best, truth = int(probabilities.argmax()), int(target)
         name = [names[i] if i < len(names) else str(i) for i in (best, truth)]
         rows.append([png(image, predictions.mean, predictions.std), *name, round(float(probabilities[best]), 4), best == truth])

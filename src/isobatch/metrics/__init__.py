@@ -53,8 +53,12 @@ class Auto(NoMetrics):
             raise ConfigError("metrics.names", self.names, "names one twice", "name each once")
         for name, value in self.kwargs.items():
             if name not in self.names or not isinstance(value, dict):
-                raise ConfigError(f"metrics.kwargs.{name}", value, "is no mapping of arguments of one of metrics.names",
-                                  "set +metrics.kwargs.MulticlassF1Score.average=macro, and metrics.names=[MulticlassF1Score]")
+                raise ConfigError(
+                    f"metrics.kwargs.{name}",
+                    value,
+                    "is no mapping of arguments of one of metrics.names",
+                    "set +metrics.kwargs.MulticlassF1Score.average=macro, and metrics.names=[MulticlassF1Score]",
+                )
 
     def build(self, output: Any, targets: Any, num_classes: int, ignored: int | None) -> list[Metric]:
         from isobatch.metrics import auto

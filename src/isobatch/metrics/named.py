@@ -61,8 +61,12 @@ def _made(name: str, kwargs: dict[str, Any], count: int, ignored: int | None) ->
             warnings.simplefilter("ignore")
             return alone(found(**{**given, **kwargs}))
     except Exception as error:
-        raise ConfigError(f"metrics.kwargs.{name}", kwargs, f"{name} cannot be made ({type(error).__name__}: "
-                          f"{' '.join(str(error).split())[:160]})", "give it what its documentation asks for") from None
+        raise ConfigError(
+            f"metrics.kwargs.{name}",
+            kwargs,
+            f"{name} cannot be made ({type(error).__name__}: {' '.join(str(error).split())[:160]})",
+            "give it what its documentation asks for",
+        ) from None
 
 
 def _class(name: str) -> Any:
@@ -152,8 +156,10 @@ class Library(Gathered):
                 warnings.simplefilter("ignore")
                 metric.update(output, targets)
         except Exception as error:
-            raise JobFailed(f"metrics.names: {self.name} cannot take such outputs and targets ({type(error).__name__}: "
-                            f"{' '.join(str(error).split())[:200]}); leave it out, or write your own") from error
+            raise JobFailed(
+                f"metrics.names: {self.name} cannot take such outputs and targets ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]}); leave it out, or write your own"
+            ) from error
 
     def values(self, totals: list[float], ranks: Ranks) -> dict[str, float]:
         if self.counts:

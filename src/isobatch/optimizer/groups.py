@@ -123,7 +123,7 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float, small_too: bo
     for number, rule in enumerate(given):
         if not any(rule.means(name) for name, _ in trained):
             raise ConfigError(f"optimizer.groups[{number}].match", ", ".join(rule.match), "matches no trained parameter",
-                              f"take some of {', '.join(_tops(name for name, _ in trained))}") # fmt: skip
+                              f"take some of {', '.join(_tops(name for name, _ in trained))}")  # fmt: skip
     return [groups[key] for key in sorted(groups, key=lambda key: (key[0], key[1:]))]
 
 

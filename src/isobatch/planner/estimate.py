@@ -34,6 +34,7 @@ class Saved(NamedTuple):
     gradient: int
     scratch: int = 0
 
+
 AROUND_STEPS = 16  # an optimizer around another one does its own every few steps
 
 

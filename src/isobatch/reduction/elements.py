@@ -98,8 +98,10 @@ class ByElements:
     def note(self, shard: int, weight: float, count: Tensor | float | None, named: dict[str, Any]) -> None:
         """Keep what came beside a value; nothing is read or computed."""
         if (count is not None) != self.sums or sorted(named) != self.names:
-            raise JobFailed("the loss has to give the same kind for every shard; at first it gave "
-                            f"{_kind(self.sums, self.names)}, and now {_kind(count is not None, sorted(named))}")
+            raise JobFailed(
+                "the loss has to give the same kind for every shard; at first it gave "
+                f"{_kind(self.sums, self.names)}, and now {_kind(count is not None, sorted(named))}"
+            )
         if count is not None:
             self.weighed.append((shard, count.detach() if isinstance(count, Tensor) else count))
         if named:

@@ -13,9 +13,7 @@ from isobatch.report import ReportError, usable_cores, write_report
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 the report could not be written, 2 refused (one line on standard error)."""
     parser = argparse.ArgumentParser(prog="python -m isobatch.report", description="Compare the runs below folders.")
-    parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, a sweep or several sweeps"
-    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, a sweep or several sweeps")
     parser.add_argument("--out", type=Path, help="where report.html and the rest go (default: the first DIR)")
     options = parser.parse_args(argv)
     out = options.out or options.folders[0]

@@ -84,9 +84,7 @@ class Scale:
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             every = max(1, (last - first) // 5)
-            marks = [
-                m * 10.0**e for e in range(first, last + 1, every) for m in ((1,) if last - first > 2 else (1, 2, 5))
-            ]
+            marks = [m * 10.0**e for e in range(first, last + 1, every) for m in ((1,) if last - first > 2 else (1, 2, 5))]
         else:
             span = self.high - self.low
             unit = 10.0 ** math.floor(math.log10(span / 4))
@@ -142,9 +140,7 @@ def svg(curves: Sequence[Curve], metric: str, axis: str, count: int) -> str:
     paths = [path(LEFT + wide * across(c.x), TOP + high * (1 - up(c.y))) for c in curves]
     dashes = _dashes(paths)
     for curve, d, dash in reversed(list(zip(curves, paths, dashes, strict=True))):  # the best job on top
-        lines.append(
-            f'<path class="curve" data-j="{curve.index}" style="stroke:{colour(curve.index, count)}"{dash} d="{d}"/>'
-        )
+        lines.append(f'<path class="curve" data-j="{curve.index}" style="stroke:{colour(curve.index, count)}"{dash} d="{d}"/>')
     scales = f'data-x="{across.high:.9g}" data-y="{up.low:.9g},{up.high:.9g},{int(up.log)}"'
     frame = f'data-frame="{LEFT},{TOP},{wide},{high}"'
     name = html.escape(f"{metric} against {axis}", quote=True)

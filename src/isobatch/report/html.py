@@ -85,8 +85,7 @@ def _cards(comparison: Comparison) -> str:
             )
         )
     items = "".join(
-        f'<div class="card"><dt>{escape(label)}</dt><dd>{value}</dd><p>{escape(note)}</p></div>'
-        for label, value, note in cards
+        f'<div class="card"><dt>{escape(label)}</dt><dd>{value}</dd><p>{escape(note)}</p></div>' for label, value, note in cards
     )
     return f'<dl class="cards">{items}</dl>'
 
@@ -144,11 +143,7 @@ def _memory(comparison: Comparison) -> str:
     most = max(memory.peak_mb for _, run in measured for memory in run.memory)
     blocks = "".join(_bars(i, run, most, comparison) for i, run in measured[:_JOBS_WITH_BARS])
     left = len(measured) - _JOBS_WITH_BARS
-    more = (
-        f'<p class="more">the first {_JOBS_WITH_BARS} of {len(measured)} jobs; all are in the table</p>'
-        if left > 0
-        else ""
-    )
+    more = f'<p class="more">the first {_JOBS_WITH_BARS} of {len(measured)} jobs; all are in the table</p>' if left > 0 else ""
     return _section("Peak memory per device", f'<div class="memory">{blocks}</div>{more}')
 
 

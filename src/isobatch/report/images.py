@@ -85,9 +85,7 @@ def _draw(axes: Axes, curves: list[Any], metric: str, axis: str, count: int) -> 
 
     # One collection for all curves: 500 Line2D objects would take a second per chart.
     lines = [np.column_stack([curve.x, curve.y]) for curve in reversed(curves)]
-    axes.add_collection(
-        LineCollection(lines, colors=[_colour(c.index, count) for c in reversed(curves)], linewidths=1.3)
-    )
+    axes.add_collection(LineCollection(lines, colors=[_colour(c.index, count) for c in reversed(curves)], linewidths=1.3))
     values = np.concatenate([curve.y for curve in curves])
     finite = values[np.isfinite(values)]
     if "loss" in metric and finite.min() > 0 and finite.max() / finite.min() > 30:

@@ -171,10 +171,7 @@ def _metrics(run: Run) -> tuple[dict[str, float], dict[str, float]]:
     """(final, best) of a run; of one that died, what its metrics.jsonl still tells. NaN is never best."""
     final, best = run.summary.get("final"), run.summary.get("best")
     last = {
-        key: value
-        for row in (run.metrics.last_train, run.metrics.last_eval)
-        for key, value in row.items()
-        if key in _PRIMARY
+        key: value for row in (run.metrics.last_train, run.metrics.last_eval) for key, value in row.items() if key in _PRIMARY
     }
     final = final if isinstance(final, dict) and final else last
     best = best if isinstance(best, dict) and best else run.metrics.best
@@ -200,9 +197,7 @@ def parting_text(run: Run) -> Cell:
     return "identical" if d.only_here == d.only_there == 0 else f"identical in {d.common_steps} common steps"
 
 
-def _row(
-    run: Run, leaf: Mapping[str, Cell], keys: Sequence[str], metrics: Sequence[Mapping[str, float]]
-) -> dict[str, Cell]:
+def _row(run: Run, leaf: Mapping[str, Cell], keys: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> dict[str, Cell]:
     summary, last = run.summary, run.metrics.last_train
     perf, time = summary.get("perf") or {}, summary.get("time") or {}
     peaks = [memory.peak_mb for memory in run.memory]

@@ -117,8 +117,14 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], options: Any, run
         return [UNNAMED.format(run)] if data.num_classes else []
     key = next((f"data.{name}" for name in ("root", "path") if getattr(options, name, None)), "data.name")
     said = [] if weights.named and data.named else [UNNAMED.format("the data" if weights.named else run)]
-    found = [(key, getattr(options, key[5:]), other_classes(weights, data),
-              f"take the same classes; for new ones begin with model.checkpoint_path={run}, which makes a new classifier")]
+    found = [
+        (
+            key,
+            getattr(options, key[5:]),
+            other_classes(weights, data),
+            f"take the same classes; for new ones begin with model.checkpoint_path={run}, which makes a new classifier",
+        )
+    ]
     mean = ("data.mean", list(data.mean)) if hasattr(options, "mean") else found[0][:2]
     found.append((*mean, other_normalization(weights, data),
                   f"set data.mean={_typed(weights.mean)} data.std={_typed(weights.std)}"))  # fmt: skip
@@ -145,7 +151,7 @@ def other_classes(weights: Signature, data: Signature) -> str | None:
         return f"its classes come in the order {_listed(data.class_names)}, and those of the weights in the order " + _listed(
             weights.class_names)  # fmt: skip
     new, gone = ([n for n in a if n not in b] for a, b in ((data.class_names, theirs), (weights.class_names, ours)))
-    return (f"its classes are {_listed(data.class_names, new)}, and those of the weights {_listed(weights.class_names, gone)}")
+    return f"its classes are {_listed(data.class_names, new)}, and those of the weights {_listed(weights.class_names, gone)}"
 
 
 def order(weights: Signature, data: Signature) -> list[int] | None:

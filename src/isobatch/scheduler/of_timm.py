@@ -58,8 +58,12 @@ class Timm:
         for key in self.kwargs:
             if key in OWN:
                 own = next((ours for ours, theirs in LENGTHS.items() if theirs == key), None)
-                raise ConfigError(f"scheduler.kwargs.{key}", self.kwargs[key], "is an option of its own here",
-                                  f"set scheduler.{own or {'min_lr': 'final', 'warmup_lr': 'warmup_start'}.get(key, 'sched')}")
+                raise ConfigError(
+                    f"scheduler.kwargs.{key}",
+                    self.kwargs[key],
+                    "is an option of its own here",
+                    f"set scheduler.{own or {'min_lr': 'final', 'warmup_lr': 'warmup_start'}.get(key, 'sched')}",
+                )
 
     def built(self, total: int) -> Callable[[int], float]:
         """update -> factor. Lengths are in updates by now.

@@ -203,17 +203,42 @@ _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
 _T = torch.Tensor
 
 HANDLERS: dict[Any, Call] = {
-    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_, torch.feature_dropout,
-                     torch.feature_dropout_), drop),
-    **dict.fromkeys((_T.bernoulli_, _T.cauchy_, _T.exponential_, _T.geometric_, _T.log_normal_, _T.normal_, _T.random_,
-                     _T.uniform_), fill),
-    **dict.fromkeys((torch.bernoulli, _T.bernoulli, torch.binomial, torch.multinomial, _T.multinomial, torch.poisson,
-                     torch.rand_like, torch.randint_like, torch.randn_like), by_parts),
+    **dict.fromkeys(
+        (
+            F.dropout,
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            torch.dropout,
+            torch.dropout_,
+            torch.feature_dropout,
+            torch.feature_dropout_,
+        ),
+        drop,
+    ),
+    **dict.fromkeys(
+        (_T.bernoulli_, _T.cauchy_, _T.exponential_, _T.geometric_, _T.log_normal_, _T.normal_, _T.random_, _T.uniform_), fill
+    ),
+    **dict.fromkeys(
+        (
+            torch.bernoulli,
+            _T.bernoulli,
+            torch.binomial,
+            torch.multinomial,
+            _T.multinomial,
+            torch.poisson,
+            torch.rand_like,
+            torch.randint_like,
+            torch.randn_like,
+        ),
+        by_parts,
+    ),
     **{f: if_training(2) for f in (F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)},
     **{f: if_training(3) for f in (F.rrelu, torch.rrelu)},
     F.scaled_dot_product_attention: attend,
     **{f: make(0) for f in (torch.rand, torch.randn)},
-    torch.randint: make(2), torch.normal: make(2),
+    torch.randint: make(2),
+    torch.normal: make(2),
     torch.randperm: permute,
 }
 # written in Python around functions that draw, or around a backward that runs a forward again: gone into

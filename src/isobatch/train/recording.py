@@ -54,7 +54,6 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any, what: str) -> Iterator[None]
                         "set cuda_graph=false") from error  # fmt: skip
 
 
-
 class Recorded:
     """A micro step of one shape: its fixed inputs and its result, and the graph between them."""
 
