@@ -8,6 +8,8 @@ from typing import Any
 from isobatch.checks import choice
 from isobatch.errors import ConfigError
 
+MAIN = ("eval/accuracy", "eval/loss")  # where nobody names a metric, the first of these that an evaluation has counts
+
 # the evaluation's own metrics
 KNOWN = {"eval/loss": "min", "eval/accuracy": "max", "eval/accuracy_top5": "max", "eval/map": "max", "eval/f1": "max",
          "eval/mae": "min", "eval/rmse": "min", "eval/r2": "max", "eval/mean_iou": "max", "eval/pixel_accuracy": "max",
@@ -58,18 +60,23 @@ def there(names: Iterable[Sequence[str]], averaged: bool) -> list[str] | None:
     return found + [key.replace("eval/", "eval/raw_") for key in found if averaged]
 
 
-def check_there(group: str, metric: str, metrics: Sequence[str] | None) -> None:
+def check_there(group: str, metric: str, metrics: Sequence[str] | None, key: str = "metric") -> None:
     """Refuse a metric that no evaluation of this run will have (`metrics`, as of `there`), before anything is trained.
 
     Raises:
         ConfigError: there is none of that name.
     """
     if metrics is not None:
-        value(group, metric, dict.fromkeys(metrics, 0.0))
+        value(group, metric, dict.fromkeys(metrics, 0.0), key)
+
+
+def main(result: Mapping[str, Any]) -> str:
+    """The metric of an evaluation that counts where nobody has named one."""
+    return next((metric for metric in MAIN if metric in result), MAIN[-1])
 
 
 def objective(result: Mapping[str, Any], metric: str | None) -> float | None:
-    """What a sweeper optimizes: `metric` of an evaluation; None: its accuracy, where there is none its loss."""
+    """What a sweeper optimizes: `metric` of an evaluation; None: the main one."""
     if metric is None:
-        return result.get("eval/accuracy", result.get("eval/loss"))
+        return result.get(main(result))
     return value("sweep", metric, result, "objective") if result else None

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from isobatch.extend.registry import GROUPS
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "isobatch"
 MODULES = sorted(SRC.rglob("*.py"))
-GROUPS = ("parallel", "precision", "sampler", "accumulation", "reduction", "data", "augment", "model", "loss", "optimizer",
-          "scheduler", "ema", "clip", "stop", "metrics", "checkpoint", "audit", "logger", "writer", "debug",
-          "profile")  # fmt: skip
 
 
 def room(path: Path) -> str:
@@ -195,8 +194,9 @@ def test_what_a_task_is_like_stands_in_its_class_alone() -> None:
 
 def test_every_group_has_a_module_a_folder_and_a_table() -> None:
     from isobatch.config import TABLES
+    from isobatch.hydra_patches.layers import OVERLAYS
 
-    assert sorted(TABLES) == sorted(GROUPS)
+    assert {folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir()} - {*OVERLAYS, "hydra"} == {*GROUPS}
     for group in GROUPS:
         assert (SRC / f"{group}.py").exists() or (SRC / group / "__init__.py").exists()
         files = sorted((ROOT / "conf" / group).glob("*.yaml"))
@@ -273,10 +273,11 @@ def test_nothing_is_any_where_the_groups_meet() -> None:
     import dataclasses
 
     from isobatch.config import Config, Settings
+    from isobatch.config.schema import NESTED
     from isobatch.train.step import Parts
 
     own = {field.name for field in dataclasses.fields(Config)} - {field.name for field in dataclasses.fields(Settings)}
-    types = {name: Config.__annotations__[name] for name in own | {"batch", "sweep", "cost"}}
+    types = {name: Config.__annotations__[name] for name in own | {*NESTED}}
     types |= {field.name: field.type for field in dataclasses.fields(Parts)}
     assert "Any" not in types.values(), types
 

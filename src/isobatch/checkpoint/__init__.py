@@ -89,12 +89,8 @@ class Checkpoint(NoCheckpoint):
         if self.keep_best and self.best is None:
             raise ConfigError("checkpoint.keep_best", self.keep_best, "the best by which metric? checkpoint.best=null",
                               "set checkpoint.best=auto or checkpoint.keep_best=0")  # fmt: skip
-        choice("checkpoint.mode", self.mode, ("auto", "max", "min"))
-        named = self.best not in (None, "auto")
-        if named and self.mode == "auto" and self.best not in KNOWN:
-            raise ConfigError("checkpoint.mode", self.mode, f"whether more or less {self.best} is better is not known",
-                              "set checkpoint.mode=max or checkpoint.mode=min")  # fmt: skip
-        if not named and self.mode != "auto":
+        better.check("checkpoint", "auto" if self.best is None else self.best, self.mode)
+        if self.best in (None, "auto") and self.mode != "auto":
             raise ConfigError("checkpoint.mode", self.mode, f"checkpoint.best={self.best} names no metric",
                               "set checkpoint.best=eval/accuracy, or checkpoint.mode=auto")  # fmt: skip
 
@@ -103,8 +99,8 @@ class Checkpoint(NoCheckpoint):
 
     def check(self, metrics: Sequence[str] | None) -> None:
         """Refuse to follow a metric that no evaluation of this run will have (see better.there)."""
-        if self.best not in (None, "auto") and metrics is not None:
-            better.value("checkpoint", str(self.best), dict.fromkeys(metrics, 0.0), "best")
+        if self.best not in (None, "auto"):
+            better.check_there("checkpoint", str(self.best), metrics, "best")
 
     def direction(self, metric: str) -> str | None:
         """`max` or `min` is better for `metric`; None = not known, so it is not tracked."""
@@ -112,9 +108,7 @@ class Checkpoint(NoCheckpoint):
 
     def followed(self, result: dict[str, float]) -> str | None:
         """The metric of an evaluation's result that `best` follows."""
-        if self.best == "auto":
-            return "eval/accuracy" if "eval/accuracy" in result else "eval/loss"
-        return self.best
+        return better.main(result) if self.best == "auto" else self.best
 
     def better(self, best: dict[str, dict[str, float]], result: dict[str, float]) -> str | None:
         """Which weights are better than ever by the metric that `best` follows: `ema` (or all there are), `raw`, or None."""

@@ -6,7 +6,6 @@ all its jobs and ends with 1 if one of them did not end well.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
@@ -37,7 +36,7 @@ from isobatch.logger import artifacts
 from isobatch.resume import saved_settings
 from isobatch.run_folder import layout, lock
 from isobatch.run_folder.files import write_text
-from isobatch.runtime import cores
+from isobatch.runtime import cores, garbage
 from isobatch.runtime.distributed import joined, ranks_from_environment
 from isobatch.sweeps import launchers
 
@@ -130,7 +129,7 @@ def main() -> None:
         sys.exit(code_of_verb)
     for line in dotenv.read(Path.cwd()):
         tell(f"isobatch: {line}")
-    gc.disable()  # a start makes a million objects and no garbage: searching them is a sixth of it; run_job enables it again
+    garbage.off()  # until run_job
     signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, _terminated)

@@ -14,17 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from isobatch.batch_plan import resolve_batch
 from isobatch.checks import complaint, way_to_option
-from isobatch.config.schema import (
-    BatchOptions,
-    Config,
-    CostOptions,
-    EvaluateOptions,
-    LrRangeOptions,
-    PredictOptions,
-    ReplayOptions,
-    Settings,
-    SweepOptions,
-)  # fmt: skip
+from isobatch.config.schema import NESTED, Config, Settings
 from isobatch.config.tables import TABLES
 from isobatch.errors import ConfigError
 
@@ -46,24 +36,21 @@ def load(plain: Mapping[str, Any]) -> Config:
             raise ConfigError("imports", name, f"cannot be imported ({error})",
                               f"set imports=[{name[:-3]}], the module's name" if name.endswith(".py") else
                               "install the package or put its folder on PYTHONPATH") from None  # fmt: skip
-    scalars = {key: value for key, value in plain.items() if key not in TABLES}
-    batch = typed(BatchOptions, scalars.pop("batch", {}), "batch.")
-    sweep = typed(SweepOptions, scalars.pop("sweep", {}), "sweep.")
-    cost = typed(CostOptions, scalars.pop("cost", {}), "cost.")
-    again = {"start" if key == "from" else key: value for key, value in scalars.pop("replay", {}).items()}
-    replay = typed(ReplayOptions, again, "replay.")
-    predict = typed(PredictOptions, scalars.pop("predict", {}), "predict.")
-    evaluate = typed(EvaluateOptions, scalars.pop("evaluate", {}), "evaluate.")
-    lr_range = typed(LrRangeOptions, scalars.pop("lr_range", {}), "lr_range.")
+    scalars = {key: value for key, value in plain.items() if key not in {*TABLES, *NESTED}}
+    nested = {key: typed(cls, attributes(plain.get(key, {})), f"{key}.") for key, cls in NESTED.items()}
     settings = typed(Settings, scalars, "")
     groups = {group: options(group, plain.get(group)) for group in TABLES}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
-    values |= {"batch": batch, "sweep": sweep, "cost": cost, "replay": replay, "predict": predict, "evaluate": evaluate,
-               "lr_range": lr_range}  # fmt: skip
+    values |= nested
     values["plain"] = in_types(plain, {**values, **groups})
     config = Config(**{**values, **groups})
     check_together(config)
     return config
+
+
+def attributes(node: Any) -> Any:
+    """`node` with names that Python takes: `replay.from` is its attribute `start`."""
+    return {"start" if key == "from" else key: value for key, value in node.items()} if isinstance(node, Mapping) else node
 
 
 def in_types(plain: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:

@@ -176,6 +176,11 @@ class LrRangeOptions:
             raise ConfigError("lr_range.end", self.end, f"is not above lr_range.start={self.start:g}", "set lr_range.end=10")
 
 
+# top-level keys that hold settings of their own
+NESTED: dict[str, type] = {"batch": BatchOptions, "sweep": SweepOptions, "cost": CostOptions, "replay": ReplayOptions,
+                           "predict": PredictOptions, "evaluate": EvaluateOptions, "lr_range": LrRangeOptions}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Settings:
     """The top-level keys that are no group."""
@@ -184,8 +189,7 @@ class Settings:
     seed: int = option(0, resume="contract")
     epochs: int | None = option(15, resume="free")
     steps: int | None = option(None, resume="free")
-    # BatchOptions, SweepOptions, ...: built on their own, since OmegaConf cannot fill a frozen dataclass inside
-    # another one
+    # as NESTED says: built on their own, since OmegaConf cannot fill a frozen dataclass inside another one
     batch: Any = option(None, resume="free", speed=True)  # a resume compares its numbers
     sweep: Any = option(None, resume="free")
     cost: Any = option(None, resume="free")
@@ -234,6 +238,10 @@ class Config(Settings):
     batch: BatchOptions
     sweep: SweepOptions
     cost: CostOptions
+    replay: ReplayOptions
+    predict: PredictOptions
+    evaluate: EvaluateOptions
+    lr_range: LrRangeOptions
     parallel: Single
     precision: Full
     sampler: Sampler

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 
+# every group: a folder of conf/, and a module of its name here with TABLE and MARKS
 GROUPS = ("parallel", "precision", "sampler", "accumulation", "reduction", "data", "augment", "model", "loss", "optimizer",
-          "scheduler", "ema", "clip", "stop", "metrics", "checkpoint", "audit", "logger", "writer")  # fmt: skip
+          "scheduler", "ema", "clip", "stop", "metrics", "checkpoint", "audit", "logger", "writer", "debug",
+          "profile")  # fmt: skip
 PARTS = {"collate": ("isobatch.extend.custom", "COLLATES"), "metric": ("isobatch.metrics", "OWN")}  # no groups: module, table
 _OURS: dict[str, dict[str, Any]] = {}  # the tables as this package filled them
 

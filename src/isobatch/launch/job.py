@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 from isobatch.launch.outcome import Outcome
 from isobatch.launch.signals import STOP
 from isobatch.run_folder import layout
+from isobatch.runtime import garbage
 from isobatch.runtime.distributed import Ranks
 
 TARGET = "isobatch.run:run_job"  # imported late: it brings torch, which a launching process must not pay for
@@ -39,8 +39,7 @@ def execute(plain: dict[str, Any], run_dir: Path, ranks: Ranks, store: Callable[
     with STOP.installed(from_terminal=own_terminal, quiet=not (own_terminal and ranks.is_main)):
         try:
             run_job = load_target(target)
-            if not gc.isenabled():  # the first job: what imports have made stays, and need never be searched
-                gc.freeze()
+            garbage.keep()
             if store is None:
                 outcome = Outcome("done", run_job(plain, run_dir, ranks))
             else:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from isobatch import better
 from isobatch.report.scan import BEFORE, Scan, number, parse
 from isobatch.run_folder.reading import METRICS, SIZE, Unreadable, open_file
 
@@ -106,7 +107,7 @@ def read_metrics(path: Path, limit: int, direction: Callable[[str], int]) -> Met
             return parse(file.readline(SIZE))
 
         train = [row_at(scan.offsets[i]) for i in thin(losses, limit)]
-        curve = np.array([number(row.get("eval/accuracy", row.get("eval/loss"))) for row in scan.evals])
+        curve = np.array([number(row.get(better.main(row))) for row in scan.evals])
         evals = [scan.evals[i] for i in thin(curve, limit)]
         for row in evals:
             if row[BEFORE] is not None and not {"samples", "time_s"} <= row.keys():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isobatch import better
 from isobatch.report.distance import Difference
 from isobatch.report.metrics import Metrics
 from isobatch.report.scan import number
@@ -67,7 +68,12 @@ class Run:
 
 
 def direction(metric: str) -> int:
-    """+1 if a higher value of this metric is better, -1 if a lower one, 0 if neither is known."""
+    """+1 if a higher value of this metric is better, -1 if a lower one, 0 if neither is known.
+
+    Another program's metrics have names of its own, which are guessed from.
+    """
+    if metric in better.KNOWN:
+        return better.sign(metric, "auto")
     name = metric.rsplit("/", 1)[-1].lower()
     if name.endswith("scale"):  # of the loss: neither is better
         return 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from isobatch import better
 from isobatch.report.config_columns import MOST, Cell, differing
 from isobatch.report.metrics import MILESTONES
 from isobatch.report.names import job_names, one_training, short, swept
@@ -140,7 +141,7 @@ def tabulate(runs: Sequence[Run]) -> Comparison:
     return Comparison(ordered, columns, full, primary, keys, job_names(ordered, full, chosen or keys), swept=chosen)
 
 
-_PRIMARY = ("eval/accuracy", "eval/loss", "train/loss")
+_PRIMARY = (*better.MAIN, "train/loss")
 _SWEPT = 6  # settings that the terminal always shows
 _RANKS = {"best eval/accuracy": 2, "best eval/loss": 4, "final train/loss": 3}
 _FIXED = [

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isobatch.config import TABLES, BatchOptions, CostOptions, Settings
+from isobatch.config import TABLES, Settings
+from isobatch.config.schema import NESTED
 from isobatch.errors import LONGEST, ConfigError, printable
 from isobatch.resume.contract import EARLIER
 from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Missing, Unreadable, read_mapping, resolvable
 
 # `imports` names code; the others belong to one start of the program, not to the run
-NEVER = {"imports", "task", "resume", "allow_contract_change", "sweep", "predict"}
+NEVER = {"imports", "task", "resume", "allow_contract_change", "sweep", "predict", "replay"}
 KNOWN = set(Settings.__dataclass_fields__) - NEVER
-NESTED = {"batch": BatchOptions, "cost": CostOptions}
 PLAN_GROUPS = {"parallel", "accumulation"}  # what a hardware plan chooses, so that plan=... typed anew replaces them
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from isobatch.run.planned import Planned, Settled, plan_run, settle
 from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.summary import summarize
-from isobatch.runtime import accelerator
+from isobatch.runtime import accelerator, garbage
 from isobatch.runtime.distributed import Ranks
 from isobatch.tasks import Work
 from isobatch.train.loop import Loop
@@ -45,7 +44,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
     try:
         run.build()
         run.forget_peaks()
-        gc.enable()  # off since the start of the program: see cli.main
+        garbage.on()
         run.perform()
     except BaseException as cause:
         error = in_words(cause, ranks.rank)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from isobatch.errors import ConfigError
+from isobatch.runtime import garbage
 
 if TYPE_CHECKING:
     from isobatch.checkpoint.reading import Saved
@@ -82,11 +83,14 @@ class Task:
 
     def without_run(self, config: Config, run_dir: Path, ranks: Ranks) -> bool:
         """Do it where no run has to be built for it; returns whether it is done."""
-        if self.built == "nothing" and ranks.is_main:
-            self.alone(config, run_dir)
+        if self.built not in ("nothing", "model"):
+            return False
+        garbage.on()
         if self.built == "model":
             self.apply(config, run_dir, ranks)
-        return self.built in ("nothing", "model")
+        elif ranks.is_main:
+            self.alone(config, run_dir)
+        return True
 
     def perform(self, work: Work) -> None:
         """On every rank, when all is assembled."""
