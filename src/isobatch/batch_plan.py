@@ -60,7 +60,7 @@ class Batch:
 
     def steps_with(self, replica: int, num_filled: int) -> int:
         """Micro steps of `replica` in a window of which only the first `num_filled` shards have samples."""
-        return sum(shards[0] < num_filled for shards in self._steps_of(self.shards_of(replica)))
+        return ceil_div(len(self.shards_of(replica, num_filled)), self.at_once)
 
     def on(self, num_replicas: int) -> Batch:
         """The same batch on so many replicas. Where no shard is stated, a replica gets no more than its part: cut anew."""
@@ -76,20 +76,20 @@ class Batch:
                 f"{counted(self.num_replicas, 'replica')} x {counted(self.accumulation_steps, 'micro step')} of "
                 f"{most}{counted(self.at_once, 'shard')}")  # fmt: skip
 
-    def shards_of(self, replica: int) -> range:
-        """The shards that `replica` computes: contiguous, the first V % R replicas take one more.
+    def shards_of(self, replica: int, num_filled: int | None = None) -> range:
+        """The shards that `replica` computes, of all or of the first `num_filled`: contiguous, some replicas take one more.
 
         Contiguous, because the exact tree reduction then sends one partial sum per replica when V/R is a power of two.
         """
-        return even_part(self.num_shards, self.num_replicas, replica)
+        return even_part(self.num_shards if num_filled is None else num_filled, self.num_replicas, replica)
 
-    def micro_steps(self, replicas: range, lanes: int) -> list[MicroStep]:
+    def micro_steps(self, replicas: range, lanes: int, num_filled: int | None = None) -> list[MicroStep]:
         """The shards that a process with these replicas runs in one window, micro step by micro step, lane by lane.
 
         With several lanes (a device for each replica of the process) a micro step holds the next shards of every
         replica; with one lane the replicas' shards follow each other.
         """
-        mine = [self._steps_of(self.shards_of(replica)) for replica in replicas]
+        mine = [self._steps_of(self.shards_of(replica, num_filled)) for replica in replicas]
         if lanes == 1:
             return [(shards,) for steps in mine for shards in steps]
         return [tuple(s[k] for s in mine if k < len(s)) for k in range(max(map(len, mine)))]

@@ -293,5 +293,5 @@ def test_every_rank_meets_every_shard_of_every_other(world_size: int) -> None:
 
 def test_empty_shards_of_a_small_tail_are_nobody_s(tmp_path: Path) -> None:
     plan = BatchPlan(resolve_batch(44, 8, None, 3), 46)
-    due = Round(0, plan.window(1), [range(2), range(2, 4), range(4, 6)])
-    assert [due.shard_of(owner) for owner in range(3)] == [0, None, None]
+    due = Round(0, plan.window(1), [plan.batch.shards_of(owner, plan.window(1).num_filled) for owner in range(3)])
+    assert [due.shard_of(owner) for owner in range(3)] == [0, 1, None]

@@ -96,10 +96,15 @@ def exchange(sums: Sequence[Any]) -> list[list[Tensor]]:
 
 
 def tree_sum(gradients: Gradients, shards: list[range]) -> list[list[Tensor]]:
-    """Every rank's result for the shards' `gradients`; rank r has `shards[r]`."""
+    """Every rank's result for the shards' `gradients`; rank r has `shards[r]`, of which those with gradients are filled."""
+
+    def dealt(num_filled: int) -> list[range]:
+        return [range(each.start, min(each.stop, num_filled)) for each in shards]
+
     with wire(len(shards)):
         bucket = bucket_of(gradients, len(shards))
-        sums = [TreeSum(bucket, 0, Layouts(shards, rank), Scratch()) for rank in range(len(shards))]
+        layouts = [Layouts(dealt, rank, len(shards)) for rank in range(len(shards))]
+        sums = [TreeSum(bucket, 0, layout, Scratch()) for layout in layouts]
         for each, mine in zip(sums, shards, strict=True):
             each.begin(len(gradients))
             for shard in mine:

@@ -58,7 +58,7 @@ class Audit:
         """`windows`, each of which is looked at when its number is due."""
         self.state, self.parts = state, parts
         self.reducer = reducer = exact(parts.reducer)
-        self.layout: list[range] = reducer.layouts.shards
+        self.dealt: Callable[[int], list[range]] = reducer.layouts.dealt
         names = {id(p): name for name, p in parts.working.module.named_parameters()}
         self.names = [names[id(p)] for p in reducer.parameters]
         reducer.observer, self.training.checkpointer.inspect = self, self.compare_states
@@ -66,7 +66,7 @@ class Audit:
         for data in windows:
             step = data.window.step + 1
             if step % self.every == 0:
-                self.due = Round(step // self.every - 1, data.window, self.layout)
+                self.due = Round(step // self.every - 1, data.window, self.dealt(data.window.num_filled))
                 self.mine = ShardDigests(self.due.shard_of(self.ranks.rank), len(self.names))
                 self.before = digest.StateDigest(self._held())
                 self.reducing = copy.deepcopy(state.reducer.state_dict()) if state.reducer is not None else {}

@@ -19,13 +19,12 @@ EARLY = "its inputs", "its statistics", "its loss"  # before the gradients, whic
 
 
 class Round:
-    """Who looks at whom in the audit with this number: the same on all ranks."""
+    """Who looks at whom in the audit with this number: the same on all ranks. filled: the shards of each in `window`."""
 
-    def __init__(self, number: int, window: Window, layout: list[range]):
-        self.window, self.ranks = window, len(layout)
+    def __init__(self, number: int, window: Window, filled: list[range]):
+        self.window, self.ranks, self.filled = window, len(filled), filled
         others = max(1, self.ranks - 1)
         self.turn, self.distance = number // others, 1 + number % others if self.ranks > 1 else 0
-        self.filled = [range(shards.start, min(shards.stop, window.num_filled)) for shards in layout]
 
     def owner_of(self, auditor: int) -> int:
         return (auditor + self.distance) % self.ranks

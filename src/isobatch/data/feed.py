@@ -162,7 +162,7 @@ class Feed:
     ):
         self.waited = 0.0
         self.source, self.plan, self.averages, self.prepare, self.keep = source, plan, averages, prepare, keep
-        self.micro_steps, self.interleaved = plan.batch.micro_steps(replicas, lanes), interleaved
+        self.replicas, self.lanes, self.interleaved = replicas, lanes, interleaved
         self.cut = lru_cache(maxsize=4)(self._cut)
         self.window = lru_cache(maxsize=2)(plan.window)  # without workers it is asked for its samples, then for its batches
         self.order = lru_cache(maxsize=2)(lambda epoch: self._padded(order(epoch)))
@@ -195,17 +195,16 @@ class Feed:
         return self.order(window.epoch)[window.positions.start : window.positions.stop]
 
     def filled(self, window: Window) -> list[tuple[tuple[int, ...], Lanes]]:
-        """This process's micro steps, without the shards that a small tail window leaves empty: (shards, how they lie)."""
+        """This process's micro steps in a window: (shards, how they lie)."""
         return self.cut(window.size)
 
     def _cut(self, size: int) -> list[tuple[tuple[int, ...], Lanes]]:
         total = self.plan.batch.num_shards
         found = []
-        for step in self.micro_steps:
-            lanes = [held for lane in step if (held := tuple(v for v in lane if v < size))]
-            layouts = tuple(Layout(tuple(len(range(v, size, total)) for v in held), self.interleaved) for held in lanes)
-            found.append((tuple(v for held in lanes for v in held), Lanes(layouts)))
-        return [(shards, lanes) for shards, lanes in found if shards]
+        for step in self.plan.batch.micro_steps(self.replicas, self.lanes, min(size, total)):
+            layouts = tuple(Layout(tuple(len(range(v, size, total)) for v in held), self.interleaved) for held in step)
+            found.append((tuple(v for held in step for v in held), Lanes(layouts)))
+        return found
 
     def requests(self, start: int, stop: int) -> Iterator[Request]:
         for step in range(start, stop):

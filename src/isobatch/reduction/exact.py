@@ -67,9 +67,9 @@ class ExactReducer:
         self.ranks, self.device, self.module = ranks, device, working.module
         self.method = options.resolved_method(batch.num_shards)
         self.parameters = [p for p in working.module.parameters() if p.requires_grad and p.numel()]
-        world = [Ranks(rank, ranks.world_size) for rank in range(ranks.world_size)]
-        shards = [shards_of(plan, strategy.local_replicas(r, device)) for r in world]
-        self.layouts = Layouts(shards, ranks.rank)
+        world = [strategy.local_replicas(Ranks(rank, ranks.world_size), device) for rank in range(ranks.world_size)]
+        self.layouts = Layouts(lambda num_filled: [shards_of(plan, replicas, num_filled) for replicas in world], ranks.rank,
+                               ranks.world_size)  # fmt: skip
         self.scratch = Scratch(UNDER_WAY)
         self.units = Units(len(self.parameters), batch.num_shards) if self.method == "bin64" else None
         self.buckets = make_buckets(self.parameters, options.bucket_mb * 2**20, ranks.world_size)
@@ -263,7 +263,7 @@ class ExactReducer:
             self.units.exponents = list(state["exponents"])
 
 
-def shards_of(plan: BatchPlan, replicas: range) -> range:
-    """The shards that a process with these replicas runs, in the order in which it runs them: contiguous."""
-    steps = [shard for (shards,) in plan.batch.micro_steps(replicas, 1) for shard in shards]
+def shards_of(plan: BatchPlan, replicas: range, num_filled: int) -> range:
+    """The shards that a process with these replicas runs in such a window, in the order in which it runs them: contiguous."""
+    steps = [shard for (shards,) in plan.batch.micro_steps(replicas, 1, num_filled) for shard in shards]
     return range(steps[0], steps[-1] + 1) if steps else range(0)

@@ -11,6 +11,7 @@ that changes no sum (x + -0.0 is x for every x, +0.0 turns -0.0 into 0.0).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -55,15 +56,18 @@ class Layout(NamedTuple):
 
 
 class Layouts:
-    """Layouts by number of filled shards (two differ at most in an ordinary run: a full window and the tail)."""
+    """Layouts by number of filled shards (two differ at most in an ordinary run: a full window and the tail).
 
-    def __init__(self, shards: list[range], rank: int):
-        self.shards, self.rank = shards, rank
+    dealt: number of filled shards -> those of each rank.
+    """
+
+    def __init__(self, dealt: Callable[[int], list[range]], rank: int, num_ranks: int):
+        self.dealt, self.rank, self.num_ranks = dealt, rank, num_ranks
         self.known: dict[int, Layout] = {}
 
     def __call__(self, num_filled: int) -> Layout:
         if num_filled not in self.known:
-            nodes = [cover(range(s.start, min(s.stop, num_filled)), 0, num_filled) for s in self.shards]
+            nodes = [cover(shards, 0, num_filled) for shards in self.dealt(num_filled)]
             self.known[num_filled] = Layout(num_filled, nodes, parents(0, num_filled))
         return self.known[num_filled]
 
@@ -88,7 +92,7 @@ class TreeSum:
 
     def __init__(self, bucket: Bucket, index: int, layouts: Layouts, scratch: Scratch):
         self.bucket, self.index, self.layouts, self.scratch = bucket, index, layouts, scratch
-        self.rank, self.num_ranks = layouts.rank, len(layouts.shards)
+        self.rank, self.num_ranks = layouts.rank, layouts.num_ranks
         self.stack: list[Partial] = []
         self.work: Any = None
         if self.num_ranks > 1:

@@ -29,7 +29,7 @@ from isobatch.shards.side_by_side import SideBySide
 from isobatch.train import batch_norm, graph, pace, sharpness
 from isobatch.train.governed import governed
 from isobatch.train.loop import Loop
-from isobatch.train.rehearsal import SAMPLES, rehearse
+from isobatch.train.rehearsal import SAMPLES, kept_wider, rehearse
 from isobatch.train.state import TrainState
 from isobatch.train.step import Parts, mean
 
@@ -61,7 +61,7 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
     )  # fmt: skip
     given, seen, metrics = rehearse(config, working.module, splits, device, channels_last, prepare, trains,
-                                    STOP.asked, give_up(run_dir, ranks.rank))  # fmt: skip
+                                    STOP.asked, give_up(run_dir, ranks.rank), kept_wider(average, model))  # fmt: skip
     config.parallel.shard(model, average and average.module, config.precision, ranks, device,
                           lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
     optimizer = config.optimizer.build(model, plan.batch.effective)

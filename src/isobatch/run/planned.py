@@ -13,7 +13,7 @@ from isobatch.amounts import lengths_in_updates
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config
 from isobatch.data import Splits
-from isobatch.model import freezing
+from isobatch.model import freezing, habits
 from isobatch.planner import micro
 from isobatch.planner import notes as plan_notes
 from isobatch.planner.preview import Preview, preview, world
@@ -95,6 +95,7 @@ def plan_run(settled: Settled, task: Task, ranks: Ranks) -> Planned:
     splits: Splits = config.data.load(config.augment.sample_transform(config.data), config.seed)
     seed_everything(config.seed)  # the weights are drawn next, from the seed alone
     model = resume.model(splits.info).build(splits.info)
+    settled_habits = habits.settle(model, config.model.name)
     freezing.freeze(model, getattr(config.model, "freeze", ()))
     chosen = choose_batch(settled, counted, model, splits, ranks)
     batch = chosen.batch
@@ -124,7 +125,7 @@ def plan_run(settled: Settled, task: Task, ranks: Ranks) -> Planned:
              "eval_samples": len(splits.eval), "since": list(plan.since), **Signature.of(splits.info).facts()}  # fmt: skip
     together = batch_norm.decided_by(model, config.model.batch_norm)
     resumed = resume.check(facts, identity, config.reduction.exact, together, plan)
-    notes = [*splits.info.notes, *resumed, *chosen.words, *([sharing.note] if sharing.note else [])]
+    notes = [*splits.info.notes, *settled_habits, *resumed, *chosen.words, *([sharing.note] if sharing.note else [])]
     if task.trains:
         notes += filter(None, (config.ema.note(total), config.audit.note(total)))
     notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]

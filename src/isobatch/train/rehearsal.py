@@ -47,6 +47,7 @@ class Rehearsal:
     Args:
         module: what the forward runs on, on its device.
         config: of the run. device, channels_last: as the training has them.
+        average: of weights that it keeps in another type than the model's; an evaluation runs on it.
     Attributes:
         given: what the training's loss gave for SAMPLES samples; None = there was none.
         evaluated: output and targets of the evaluation's forward.
@@ -55,8 +56,10 @@ class Rehearsal:
     given: Given | None = None
     evaluated: tuple[Any, Any] = (None, None)
 
-    def __init__(self, module: nn.Module, config: Any, splits: Splits, device: torch.device, channels_last: bool):
+    def __init__(self, module: nn.Module, config: Any, splits: Splits, device: torch.device, channels_last: bool,
+                 average: nn.Module | None = None):  # fmt: skip
         self.module, self.model, self.splits, self.precision = module, config.model, splits, config.precision
+        self.average, self.ema = average, config.ema
         self.loss, self.device, self.channels_last, self.seed = config.loss, device, channels_last, config.seed
         self.doing = "it"
 
@@ -94,12 +97,25 @@ class Rehearsal:
                 self._forward("training", self.splits.train, self.precision.autocast, criterion, prepare)
             self.module.eval()
             drew = self._forward("evaluation", self.splits.eval, self.precision.evaluation, evaluation, None)
+            if self.average is not None:
+                self._averaged(self.average, evaluation)
         finally:
             for module, training in modes:
                 module.training = training
         if (seconds := time.monotonic() - started) > SLOW_S:
             log.info("the two forwards before training took %.0f s", seconds)
         return ["the model draws random numbers in evaluation: they come from (seed, step, batch)"] if drew else []
+
+    def _averaged(self, average: nn.Module, criterion: Any) -> None:
+        seen, module, self.module = self.evaluated, self.module, average
+        try:
+            self._forward("evaluation", self.splits.eval, self.precision.evaluation, criterion, None)
+        except ConfigError as refusal:
+            raise ConfigError("ema.name", self.ema.name, "keeps the average of half weights in float32, in which the model "
+                              f"cannot be evaluated ({refusal.problem})",
+                              "let its forward cast to its weights' type, or set ema=none") from refusal  # fmt: skip
+        finally:
+            self.module, self.evaluated = module, seen
 
     def _labels(self, which: str, split: Split, ignored: int | None) -> None:
         """All labels at once, where a data set has them at hand. `ignored`: the one that the loss leaves out."""
@@ -208,15 +224,24 @@ class Rehearsal:
                            "return one tensor of class scores and class numbers (int64), or set a loss for them")  # fmt: skip
 
 
+def kept_wider(average: Any, model: nn.Module) -> nn.Module | None:
+    """The averaged model, where its weights have another type than those that it averages, and the same device."""
+    if average is None or [p.dtype for p in average.module.parameters()] == [p.dtype for p in model.parameters()]:
+        return None
+    same = next(average.module.parameters()).device == next(model.parameters()).device
+    return average.module if same else None  # type: ignore[no-any-return]
+
+
 def rehearse(config: Any, module: nn.Module, splits: Splits, device: torch.device, channels_last: bool,
              prepare: Callable[..., Any] | None, trains: bool, stop: Callable[[], int],
-             give_up: Callable[[str, int], None]) -> tuple[Given | None, Any, list[Metric]]:  # fmt: skip
+             give_up: Callable[[str, int], None],
+             average: nn.Module | None = None) -> tuple[Given | None, Any, list[Metric]]:  # fmt: skip
     """Both forwards of `config`'s model and loss (see Rehearsal): what the training's loss gave, output and targets of the
     evaluation's, and the metrics of such.
 
     While the weights are whole: where they are spread over ranks, a forward is a collective.
     """
-    rehearsal = Rehearsal(module, config, splits, device, channels_last)
+    rehearsal = Rehearsal(module, config, splits, device, channels_last, average)
     for line in rehearsal.run(prepare, trains, stop, give_up):
         log.info("%s", line)
     given, seen = tree_map_only(Tensor, Tensor.detach, (rehearsal.given, rehearsal.evaluated))

@@ -73,19 +73,20 @@ class TrainState:
 
     def clip_gradients(self, max_norm: float | None) -> Tensor:
         """Norm of the gradients over all parameters, 0-d, before they are scaled to at most `max_norm` (None: left alone)."""
-        if any(p.grad is not None and p.grad.dtype.itemsize == 2 for p in self.parameters):
-            return self._clip_half(max_norm)
+        sizes = {p.grad.dtype.itemsize for p in self.parameters if p.grad is not None}
+        if 2 in sizes:
+            return self._clip_half(max_norm, torch.float64 if 8 in sizes else torch.float32)
         if max_norm is None:  # not an infinite maximum: where the norm is inf, that would make NaN of all gradients
             return dtensor.whole(torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))  # type: ignore[no-any-return]
         return dtensor.whole(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm))  # type: ignore[no-any-return]
 
-    def _clip_half(self, max_norm: float | None) -> Tensor:
-        """The same in float32: as a number of its own type the norm of half gradients soon is infinite (fp16: 65,504)."""
+    def _clip_half(self, max_norm: float | None, wide: torch.dtype) -> Tensor:
+        """The same in `wide`: as a number of its own type the norm of half gradients soon is infinite (fp16: 65,504)."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if any(hasattr(g, "to_local") for g in gradients):  # spread over ranks: no list of them has a norm in another type
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+            norms = [torch.linalg.vector_norm(g, dtype=wide) for g in gradients]
         else:
-            norms = list(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+            norms = list(torch._foreach_norm(gradients, 2.0, dtype=wide))
         norm: Tensor = dtensor.whole(torch.linalg.vector_norm(torch.stack(norms)))
         if max_norm is not None:
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
