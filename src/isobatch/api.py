@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.errors import ConfigError
 from isobatch.run_folder import layout
-from isobatch.run_folder.reading import METRICS, Missing, Unreadable, lines, open_file, read_mapping
+from isobatch.run_folder.reading import Missing, Unreadable, read_mapping
+from isobatch.run_folder.rows import rows
 
 if TYPE_CHECKING:
     from isobatch.trained import TrainedModel
@@ -84,21 +84,13 @@ def read(run: str | Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: it is no run folder with metrics.
     """
-    folder, rows = Path(run), []
+    folder = Path(run)
     try:
-        with open_file(folder, layout.METRICS, METRICS) as file:
-            for line in lines(file):
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    rows.append({str(key): _number(value) for key, value in row.items()})
+        return [{key: _number(value) for key, value in row.items()} for row in rows(folder)]
     except Missing:
         raise ConfigError("run", folder, "holds no metrics.jsonl", "name a run folder (outputs/<date>/<time>)") from None
     except Unreadable as problem:
         raise ConfigError("run", folder, f"its metrics.jsonl {problem}", "name another run folder") from None
-    return rows
 
 
 def _number(value: Any) -> Any:

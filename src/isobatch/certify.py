@@ -22,7 +22,7 @@ from typing import Any
 
 from isobatch.run_folder import layout
 from isobatch.run_folder.files import finite, write_json
-from isobatch.run_folder.reading import Unreadable, read_mapping
+from isobatch.run_folder.reading import Unreadable, read_mapping, usable
 
 STEPS = 10
 FILES = layout.CONFIG, layout.PLAN, layout.METRICS, f"{layout.CHECKPOINTS}/last/model.safetensors"
@@ -125,10 +125,7 @@ def trained(task: str, run: Path, settings: list[str], folder: Path) -> dict[str
 
 def facts(run: Path) -> dict[str, Any]:
     """What tells a run from any other: digests of its files, and what its summary says of its weights."""
-    try:
-        summary = dict(read_mapping(run, layout.SUMMARY))
-    except Unreadable:
-        summary = {}
+    summary = usable(run, layout.SUMMARY) or {}
     found: dict[str, Any] = {key: summary.get(key) for key in ("state", "steps", "weights_sha256", "audit")}
     for name in FILES:
         if (run / name).is_file():

@@ -39,6 +39,7 @@ from isobatch.run_folder.reading import (
     read_mapping,
     read_text,
     read_yaml,
+    usable,
 )
 from isobatch.runtime.distributed import Ranks
 
@@ -86,7 +87,7 @@ def readers(folder: Path) -> dict[str, Callable[[], Any]]:
         "job facts": lambda: job_facts.read(folder),
         "sweep run again": lambda: sweeps.earlier(config, folder),
         "launcher": lambda: Folder(folder)._read(),
-        "config": lambda: configuration.read_yaml(folder / "config.yaml"),
+        "config": lambda: usable(folder, "config.yaml"),
         "completed": files.completed,
         "metrics of a restart": lambda: files.resume_metrics(3),
     }
@@ -387,10 +388,9 @@ def test_a_folder_of_damaged_checkpoints_is_not_read_to_its_end(copy: Path, capl
 def test_nothing_but_the_reader_opens_what_a_run_left() -> None:
     """YAML is parsed in one place (a loader that builds objects would be one word away), and JSON files are too."""
     loads = {
-        "yaml": {"run_folder/reading.py", "cli/swept_overrides.py", "hydra_patches/refusals.py"},  # these two read conf/
+        "yaml": {"run_folder/reading.py"},
         "json.loads": {
-            "run_folder/reading.py", "run_folder/lock.py",
-            "run_folder/files.py", "report/scan.py", "compare/rows.py", "api.py",  # lines of metrics.jsonl
+            "run_folder/reading.py", "run_folder/lock.py", "run_folder/rows.py",
             "resume/signature.py",  # metadata of weights, of limited length
             "launch/outcome.py", "launch/torchrun.py", "launch/last_folder.py", "launch/watchdog.py",
                 "study.py", "logger/artifacts.py",  # between processes, as those before it

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml
-
-from isobatch.config import TABLES, conf_folder
+from isobatch.config import TABLES, conf_folder, read_conf
 
 WORD = re.compile(r"(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w./]*)=(?P<value>.*)", re.DOTALL)
 LAYERS = {"experiment", "plan", "resume"}  # each of them brings choices for any group
@@ -37,7 +35,7 @@ def reachable(words: list[str]) -> list[str]:
 
 def options_of_default(group: str) -> set[str]:
     """Names of the options that the choice in conf/config.yaml has."""
-    entries: list[Any] = yaml.safe_load((conf_folder() / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    entries: list[Any] = read_conf("config.yaml")["defaults"]
     choice = next((entry[group] for entry in entries if isinstance(entry, dict) and group in entry), None)
-    file = conf_folder() / group / f"{choice}.yaml"
-    return set(yaml.safe_load(file.read_text(encoding="utf-8")) or ()) if file.exists() else set()
+    name = f"{group}/{choice}.yaml"
+    return set(read_conf(name) or ()) if (conf_folder() / name).exists() else set()

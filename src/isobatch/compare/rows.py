@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isobatch.run_folder.reading import METRICS, Unreadable, lines, open_file
+from isobatch.run_folder.reading import Unreadable
+from isobatch.run_folder.rows import is_evaluation, rows, step_of
 
 # what a clock or a memory meter says differs between any two runs
 MEASURED = ("perf/", "memory/", "time/", "mfu")
@@ -95,17 +96,9 @@ def distance(here: Any, there: Any) -> float:
 def _ordered(path: Path) -> Iterator[tuple[Key, dict[str, Any]]]:
     """The rows in rising order; what a killed writer left half-written, or wrote twice, is passed over."""
     latest: Key = (-1, 0)
-    try:
-        file = open_file(path.parent, path.name, METRICS)
-    except Unreadable:
-        return
-    with file:
-        for line in lines(file):
-            try:
-                row = json.loads(line)
-                key = (int(row["step"]), int(any(name.startswith("eval/") for name in row)))
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue
-            if key > latest:
+    with suppress(Unreadable):
+        for row in rows(path.parent, path.name):
+            step = step_of(row)
+            if step is not None and (key := (step, int(is_evaluation(row)))) > latest:
                 latest = key
                 yield key, row

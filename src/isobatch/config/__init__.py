@@ -6,7 +6,7 @@ name code to run.
 """
 
 from isobatch.config.loading import check_inputs, load, options, refuse_interpolations, typed
-from isobatch.config.plain import conf_folder, flat, plain_config, read_yaml, resolved, to_yaml
+from isobatch.config.plain import conf_folder, flat, plain_config, read_conf, resolved, to_yaml
 from isobatch.config.schema import BatchOptions, Config, CostOptions, Settings, SweepOptions
 from isobatch.config.tables import TABLES
 
@@ -23,7 +23,7 @@ __all__ = [
     "load",
     "options",
     "plain_config",
-    "read_yaml",
+    "read_conf",
     "refuse_interpolations",
     "resolved",
     "to_yaml",

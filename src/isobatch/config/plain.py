@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from isobatch.config import marked
 from isobatch.errors import ConfigError
 from isobatch.logger import SCHEME
-from isobatch.run_folder.reading import Unreadable, read_mapping
+from isobatch.run_folder.reading import read_yaml
 
 
 def conf_folder() -> Path:
@@ -31,12 +31,9 @@ def to_yaml(plain: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
 
 
-def read_yaml(path: Path) -> dict[str, Any] | None:
-    """A run's config.yaml as plain data (nothing in it is interpreted); None when there is none that can be read."""
-    try:
-        return read_mapping(path.parent, path.name)
-    except Unreadable:
-        return None
+def read_conf(name: str) -> Any:
+    """conf/`name` as plain data, as it is written there."""
+    return read_yaml(conf_folder(), name)
 
 
 def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

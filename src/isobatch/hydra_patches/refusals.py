@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.types import Override
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from isobatch.checks import way_to_option
-from isobatch.config import TABLES, conf_folder, flat
+from isobatch.config import TABLES, conf_folder, flat, read_conf
 from isobatch.errors import ConfigError
 from isobatch.hydra_patches import layers
 
@@ -147,8 +146,8 @@ def did_you_mean(key: str, sign: str = "") -> str:
 
 def choices(group: str) -> dict[str, type]:
     """Choice of conf/ -> the class of its options."""
-    names = {file.stem: (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("name")
-             for file in sorted((conf_folder() / group).glob("*.yaml"))}  # fmt: skip
+    files = sorted((conf_folder() / group).glob("*.yaml"))
+    names = {file.stem: (read_conf(f"{group}/{file.name}") or {}).get("name") for file in files}
     return {choice: TABLES[group][name] for choice, name in names.items() if name in TABLES[group]}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from isobatch.errors import ConfigError, JobFailed, Stopped
 from isobatch.run_folder import layout
-from isobatch.run_folder.reading import Unreadable, read_mapping
+from isobatch.run_folder.reading import usable
 
 log = logging.getLogger(__name__)
 
@@ -168,10 +168,7 @@ class Folder:
             file.write(f"{line}\n" if text.strip() in ("", line) else f"{text.rstrip()}\n{line}\n")
 
     def _read(self) -> dict[str, Any]:
-        try:
-            return read_mapping(self.path, self.summary.name)
-        except Unreadable:
-            return {}
+        return usable(self.path, self.summary.name) or {}
 
     def _write(self, data: dict[str, Any]) -> None:
         part = self.summary.with_suffix(".json.part")

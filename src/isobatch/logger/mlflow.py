@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.logger import job_facts
 from isobatch.logger.protocol import Logger, RunInfo
-from isobatch.run_folder.files import name_of
+from isobatch.run_folder.rows import name_of
 
 if TYPE_CHECKING:
     from isobatch.logger.options import MLflow

@@ -56,7 +56,7 @@ class Logger:
               logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
         """The run is known: its plan's integers, and for a resumed one its id and the samples it has consumed.
 
-        `logged`: names of rows (run_folder.files.name_of) that its run has from beyond those samples, before it was
+        `logged`: names of rows (run_folder.rows.name_of) that its run has from beyond those samples, before it was
         interrupted. The same training gives the same rows, so a logger that cannot take rows back leaves them out.
         """
 

@@ -23,7 +23,7 @@ from isobatch.errors import ConfigError
 from isobatch.logger import access, artifacts, job_facts
 from isobatch.logger.protocol import Logger, RunInfo, Table
 from isobatch.run_folder import layout
-from isobatch.run_folder.files import name_of
+from isobatch.run_folder.rows import name_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,7 +11,8 @@ import numpy as np
 
 from isobatch import better
 from isobatch.report.scan import BEFORE, Scan, number, parse
-from isobatch.run_folder.reading import METRICS, SIZE, Unreadable, open_file
+from isobatch.run_folder.reading import SIZE, Unreadable
+from isobatch.run_folder.rows import open_rows
 
 MILESTONES = (20, 40, 60, 80, 100)  # the iterations whose seconds the leaderboard shows
 Row = Mapping[str, object]
@@ -95,7 +96,7 @@ def read_metrics(path: Path, limit: int, direction: Callable[[str], int]) -> Met
     limit: points kept per curve. direction: metric name -> +1 (up is better), -1 (down is better) or 0 (neither).
     """
     try:
-        file = open_file(path.parent, path.name, METRICS)
+        file = open_rows(path.parent, path.name)
     except Unreadable:
         return Metrics()
     with file:

@@ -8,7 +8,6 @@ that hold anything unusual are read line by line.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
 from array import array
@@ -17,6 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from isobatch.run_folder.reading import KEY, SIZE
+from isobatch.run_folder.rows import parsed
 
 _LOSS, _STEP = re.compile(rb'"train/loss": ?([^,}]+)'), re.compile(rb'"step": ?(\d+)')
 _EVAL, _TRAIN, _BLOCK = b'"eval/', b'"train/loss":', 1 << 17
@@ -37,12 +37,7 @@ def number(value: object) -> float:
 
 def parse(line: bytes) -> dict[str, object]:
     """The numbers of the row on this line; {} for a line that a killed writer left half-written."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(row, dict):
-        return {}
+    row = parsed(line) or {}
     numbers = ((sys.intern(key), value) for key, value in row.items() if isinstance(value, int | float) and len(key) <= KEY)
     return dict(itertools.islice(numbers, MOST))
 

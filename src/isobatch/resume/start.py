@@ -17,8 +17,8 @@ from isobatch.errors import ConfigError
 from isobatch.resume import contract, cut, image_settings, signature, weights_know
 from isobatch.resume.contract import Difference
 from isobatch.run_folder import layout
-from isobatch.run_folder.files import after
-from isobatch.run_folder.reading import Unreadable, read_mapping
+from isobatch.run_folder.reading import Unreadable, read_mapping, usable
+from isobatch.run_folder.rows import after
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class Resume:
 
     def _find_begun(self) -> Saved | None:
         """An attempt of this very run in this folder that was killed before its first checkpoint."""
-        before, options = configuration.read_yaml(self.run_dir / layout.CONFIG), self.config.checkpoint
+        before, options = usable(self.run_dir, layout.CONFIG), self.config.checkpoint
         if before is None or not self.task.trains or before.get("task") != self.task.name or options.resume != "auto":
             return None
         try:

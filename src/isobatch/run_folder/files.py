@@ -7,12 +7,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from isobatch.errors import JobFailed
-from isobatch.run_folder import layout, reading
+from isobatch.run_folder import layout, reading, rows
 
 log = logging.getLogger("isobatch")
 
@@ -73,9 +72,10 @@ class RunFiles:
             return
         part = path.with_name(path.name + ".part")
         try:
-            with reading.open_file(self.folder, path.name, reading.METRICS) as before, part.open("wb") as after:
-                whole = (row for row in reading.lines(before) if row.endswith(b"\n"))
-                after.writelines(row for row in whole if (found := step_of(row)) is not None and found <= step)
+            with rows.open_rows(self.folder) as before, part.open("wb") as after:
+                whole = (line for line in reading.lines(before) if line.endswith(b"\n"))
+                kept = ((line, rows.step_of(rows.parsed(line))) for line in whole)
+                after.writelines(line for line, at in kept if at is not None and at <= step)
             os.replace(part, path)
         except reading.Missing:
             return
@@ -126,27 +126,3 @@ class RunFiles:
             with contextlib.suppress(OSError):  # what a full disk did not take has been told
                 self._metrics.close()
             self._metrics = None
-
-
-def after(run: Path, step: int) -> frozenset[tuple[int, str]]:
-    """(samples, kind) of the rows of `run` after `step`: what a run that goes on from there logs a second time."""
-    found = set()
-    with contextlib.suppress(reading.Unreadable, OSError), reading.open_file(run, layout.METRICS, reading.METRICS) as file:
-        for line in reading.lines(file):
-            if (at := step_of(line)) is not None and at > step:
-                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, AttributeError):
-                    found.add(name_of(json.loads(line)))
-    return frozenset(found)
-
-
-def name_of(row: Mapping[str, Any]) -> tuple[int, str]:
-    """Which row of a run this is: the samples it stands at, and whether it is of a step or of an evaluation."""
-    return int(row["samples"]), "eval" if any(key.startswith("eval/") for key in row) else "train"
-
-
-def step_of(row: bytes) -> int | None:
-    """The step of a line of metrics.jsonl; None for one that is damaged."""
-    try:
-        return int(json.loads(row)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None

@@ -20,7 +20,6 @@ from typing import Any
 SIZE = 1 << 20  # bytes of config.yaml, overrides.yaml, plan.json, summary.json, a line of metrics.jsonl, ...
 ENTRIES = {"json": 100_000, "yaml": 20_000}  # keys and values of a file; each takes up to 600 bytes of memory
 DEPTH, KEY = 16, 200  # levels; characters of a key: keys are joined to dotted names
-METRICS = 2 << 30  # bytes of metrics.jsonl
 DIGITS = 100  # of an integer; Python itself refuses to print one of 4,301
 # what plain YAML has; dates, sets, binaries, merges (<<) and everything with a tag of its own are none of ours
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null")}
@@ -87,6 +86,14 @@ def read_mapping(run: Path, name: str) -> dict[str, Any]:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise Unreadable("is no mapping")
     return data
+
+
+def usable(run: Path, name: str) -> dict[str, Any] | None:
+    """`read_mapping`, for whoever can do without: None where it would refuse."""
+    try:
+        return read_mapping(run, name)
+    except Unreadable:
+        return None
 
 
 def read_text(run: Path, name: str, size: int = SIZE) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from isobatch import better
-from isobatch.config import flat, read_yaml
+from isobatch.config import flat
 from isobatch.errors import ConfigError
 from isobatch.resume.contract import EARLIER
 from isobatch.run_folder import layout
 from isobatch.run_folder.files import write_json
-from isobatch.run_folder.reading import Unreadable, read_mapping
+from isobatch.run_folder.reading import usable
 
 IGNORED = ("sweep.",)  # what may differ between two launches of one sweep
 
@@ -25,11 +25,7 @@ def earlier(plain: Mapping[str, Any], run_dir: Path) -> tuple[str, float | None]
     Raises:
         ConfigError: the folder holds a job of another config; its first differing key is named.
     """
-    try:
-        summary = read_mapping(run_dir, layout.SUMMARY)
-    except Unreadable:
-        summary = {}
-    before = read_yaml(run_dir / layout.CONFIG)
+    summary, before = usable(run_dir, layout.SUMMARY) or {}, usable(run_dir, layout.CONFIG)
     if before is None:
         return "new" if not summary else "again", None
     done = summary.get("state") in layout.DONE
@@ -79,10 +75,7 @@ def skipped(plain: Mapping[str, Any], refusal: ConfigError, run_dir: Path) -> bo
     asked = (plain.get("sweep") or {}).get("skip_unavailable")
     if not asked or refusal.key.partition(".")[0] not in MACHINE:
         return False
-    try:
-        summary = read_mapping(run_dir, layout.SUMMARY)
-    except Unreadable:
-        summary = {"error": str(refusal)}
+    summary = usable(run_dir, layout.SUMMARY) or {"error": str(refusal)}
     write_json(run_dir / layout.SUMMARY, {**summary, "state": "skipped"})
     return True
 

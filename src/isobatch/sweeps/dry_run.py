@@ -20,7 +20,7 @@ from isobatch.config.tables import MARKS
 from isobatch.console import make_console
 from isobatch.errors import ConfigError
 from isobatch.run_folder import layout
-from isobatch.run_folder.reading import Unreadable, read_mapping
+from isobatch.run_folder.reading import Unreadable, read_mapping, usable
 from isobatch.runtime.distributed import ranks_from_environment
 from isobatch.sweeps.slots import deal, gpu_names
 
@@ -162,7 +162,7 @@ def measured(folder: Path) -> dict[str, float]:
             rate = read_mapping(path.parent, path.name)["perf"]["samples_per_s"]
         except (Unreadable, KeyError, TypeError):
             continue
-        config = configuration.read_yaml(path.with_name(layout.CONFIG)) if isinstance(rate, (int, float)) and rate > 0 else None
+        config = usable(path.parent, layout.CONFIG) if isinstance(rate, (int, float)) and rate > 0 else None
         if config is not None:
             found[rated(config)] = float(rate)
     return found

@@ -21,7 +21,7 @@ from hydra.errors import CompactHydraException
 from isobatch.config import SweepOptions, resolved, typed
 from isobatch.errors import ConfigError
 from isobatch.hydra_patches.refusals import stumble
-from isobatch.run_folder.reading import Unreadable, read_mapping
+from isobatch.run_folder.reading import usable
 from isobatch.runtime.distributed import ranks_from_environment
 
 # choice on the command line -> the package behind it, and the extra that brings it
@@ -142,9 +142,7 @@ class Counted:
 
     def note(self, jobs: dict[str, list[str]]) -> None:
         """Leave the list of jobs in the sweep's folder: the comparison lists those that were never begun."""
-        before: dict[str, Any] = {}
-        with suppress(Unreadable):
-            before = read_mapping(self.folder, "jobs.json")
+        before = usable(self.folder, "jobs.json") or {}
         with suppress(OSError):  # a full disk; the jobs will say so
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "jobs.json").write_text(json.dumps({**before, **jobs}, indent=1) + "\n", encoding="utf-8")

@@ -27,7 +27,7 @@ from isobatch import config as configuration
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 from isobatch.run_folder import layout
-from isobatch.run_folder.reading import Unreadable, read_mapping
+from isobatch.run_folder.reading import usable
 from isobatch.study import imported
 
 log = logging.getLogger("isobatch")
@@ -187,10 +187,7 @@ class Search(Sweeper):
 
 def pruned(folder: Path) -> bool:
     """Whether the job in `folder` ended because the study expected nothing more of it."""
-    try:
-        return bool(read_mapping(folder, layout.SUMMARY).get("state") == layout.PRUNED)
-    except Unreadable:
-        return False
+    return (usable(folder, layout.SUMMARY) or {}).get("state") == layout.PRUNED
 
 
 def abandoned(owner: str | None) -> bool:

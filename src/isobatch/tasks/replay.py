@@ -69,11 +69,11 @@ def as_cut(config: Config, run: Path) -> Any:
     Raises:
         ConfigError: the run's settings are others.
     """
-    from isobatch import config as configuration
     from isobatch.report.read import read_run
     from isobatch.resume import contract
+    from isobatch.run_folder.reading import usable
 
-    before, plan = configuration.read_yaml(run / layout.CONFIG), read_run("", run).plan
+    before, plan = usable(run, layout.CONFIG), read_run("", run).plan
     changed = contract.differences(before or {}, config.plain)
     if changed and not config.allow_contract_change:
         raise ConfigError(changed[0].key, changed[0].now, f"{run} was trained with {changed[0]}",

@@ -15,8 +15,9 @@ from isobatch.compare.runs import as_changes
 from isobatch.config import flat
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.run_folder import layout
-from isobatch.run_folder.files import finite, step_of, write_json
-from isobatch.run_folder.reading import METRICS, Unreadable, lines, open_file, read_mapping
+from isobatch.run_folder.files import finite, write_json
+from isobatch.run_folder.reading import Unreadable, usable
+from isobatch.run_folder.rows import rows, step_of
 from isobatch.runtime.dtensor import whole
 from isobatch.tasks.base import Work
 from isobatch.train.loop import Loop
@@ -55,9 +56,8 @@ def replay(work: Work) -> None:
 def last_step(run: Path, first: int, steps: int | None, total: int) -> int:
     """The last step to train: `steps` after `first`, but none that the run has not recorded."""
     recorded = 0
-    with suppress(Unreadable), open_file(run, layout.METRICS, METRICS) as file:
-        for line in lines(file):
-            recorded = max(recorded, step_of(line) or 0)
+    with suppress(Unreadable):
+        recorded = max((step_of(row) or 0 for row in rows(run)), default=0)
     return min(total, recorded, first + steps if steps is not None else total)
 
 
@@ -84,26 +84,26 @@ def differing_weights(loop: Loop, run: Path) -> list[str] | None:
 
 def judge(work: Work, run: Path, first: int, tensors: list[str] | None) -> dict[str, Any]:
     """The verdict as it is written to replay.json."""
-    rows = compare_rows(run / layout.METRICS, work.run_dir / layout.METRICS)
+    common = compare_rows(run / layout.METRICS, work.run_dir / layout.METRICS)
     identity = as_changes(*(_fact(folder, "identity") for folder in (run, work.run_dir)))
     data = as_changes(*(flat(_fact(folder, "data_fingerprint")) for folder in (run, work.run_dir)))
     exact = bool(work.config.reduction.exact)
     steps = f"steps {first + 1} to {work.loop.state.step}"
-    bits = rows.first is None and not tensors
+    bits = common.first is None and not tensors
     # rounding moves a loss a little, and an accuracy by whole samples
-    largest = max((far for key, far in rows.largest.items() if key.endswith(("loss", "/lr"))), default=0.0)
+    largest = max((far for key, far in common.largest.items() if key.endswith(("loss", "/lr"))), default=0.0)
     why = [f"{change.key} {change.here} -> {change.there}" for change in identity]
     if not exact:
         why.append("reduction=fast promises rounding only")
-    if not rows.common:
+    if not common.common:
         ok, text = False, f"no logged step is common to both in {steps}"
     elif bits:
         also = "" if tensors is None else " and the weights"
-        ok, text = True, f"{steps} reproduce here to the bit: {counted(rows.common, 'row')}{also}"
+        ok, text = True, f"{steps} reproduce here to the bit: {counted(common.common, 'row')}{also}"
     else:
         ok = bool(why) and largest <= ROUNDING
-        where = f"step {rows.first.step}, {rows.first.key}" if rows.first else f"the weights, {(tensors or ['?'])[0]}"
-        where += f" (and {tensors[0]} of the last weights)" if rows.first and tensors else ""
+        where = f"step {common.first.step}, {common.first.key}" if common.first else f"the weights, {(tensors or ['?'])[0]}"
+        where += f" (and {tensors[0]} of the last weights)" if common.first and tensors else ""
         where += f" (from other data: {data[0].key})" if data else ""
         far = f"losses at most {largest:.2g} apart"
         because = f" (bits cannot be compared: {'; '.join(why)})" if why else ""
@@ -111,7 +111,7 @@ def judge(work: Work, run: Path, first: int, tensors: list[str] | None) -> dict[
         text = f"{steps} {said}{because}"
     result: dict[str, Any] = finite({
         "run": str(run), "from": first, "to": work.loop.state.step, "reproduces": ok, "to_the_bit": bits, "verdict": text,
-        "rows": rows_of(rows), "tensors": tensors, "identity": [change.__dict__ for change in identity],
+        "rows": rows_of(common), "tensors": tensors, "identity": [change.__dict__ for change in identity],
         "data": [change.__dict__ for change in data],
         "identities": {name: _fact(folder, "identity") for name, folder in (("run", run), ("here", work.run_dir))},
     })  # fmt: skip
@@ -126,9 +126,6 @@ def _fact(folder: Path, key: str) -> dict[str, Any]:
     """A mapping of plan.json, or of the plan in a folder's summary."""
     from isobatch.report.read import read_run
 
-    try:
-        plan = read_mapping(folder, layout.PLAN)
-    except Unreadable:
-        plan = dict(read_run("", folder).plan)
-    found = plan.get(key)
+    plan = usable(folder, layout.PLAN)
+    found = (read_run("", folder).plan if plan is None else plan).get(key)
     return dict(found) if isinstance(found, dict) else {}
