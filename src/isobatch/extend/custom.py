@@ -162,9 +162,26 @@ class CustomData(Reading):
         info = self._info(train)
         if isinstance(train, Augmented):
             train.channels = info.in_chans
-        collate = None if self.collate is None else COLLATES[self.collate]
-        return Splits(Split(train, targets=labels_of(train), info=info, collate=collate),
-                      Split(evaluation, targets=labels_of(evaluation), info=info, collate=collate), info)  # fmt: skip
+        return Splits(Split(train, targets=labels_of(train), info=info, collate=self.own_collate),
+                      Split(evaluation, targets=labels_of(evaluation), info=info, collate=self.own_collate), info)  # fmt: skip
+
+    @property
+    def own_collate(self) -> Callable[..., Any] | None:
+        return None if self.collate is None else COLLATES[self.collate]
+
+    def examples(self, seed: int) -> Callable[[int], Any]:
+        """n -> the inputs of the first n samples of the evaluation, as a batch: of which form they are, only they tell."""
+        from isobatch.data.samples import Failure, Samples
+
+        split = self.load(None, seed).eval
+
+        def first(n: int) -> Any:
+            read = Samples(split, seed).isolated((0, [i % len(split) for i in range(n)]))
+            if isinstance(read, Failure):
+                raise ConfigError("data.name", self.name, read.line, "repair the dataset")
+            return read.inputs
+
+        return first
 
     def unlabelled(self, seed: int) -> Split:
         """The samples of `f("predict", **kwargs)`, for task=predict: inputs alone, or pairs whose labels nobody looks at."""
@@ -175,7 +192,7 @@ class CustomData(Reading):
             dataset = called("data", self, "predict")
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
             raise ConfigError("data.name", self.name, "its predict split is empty or has no [i]", "return a map-style dataset")
-        return Split(dataset, info=DataInfo(self.name, (self.in_chans or 3, 1, 1)))
+        return Split(dataset, info=DataInfo(self.name, (self.in_chans or 3, 1, 1)), collate=self.own_collate)
 
     def _info(self, dataset: Any) -> DataInfo:
         import torch
@@ -184,8 +201,7 @@ class CustomData(Reading):
         from isobatch.data.samples import Failure, Samples
 
         wanted = DataInfo("", (self.in_chans, 1, 1)) if self.in_chans else None
-        collate = None if self.collate is None else COLLATES[self.collate]
-        first = Samples(Split(dataset, info=wanted, collate=collate), 0).isolated((0, [0]))
+        first = Samples(Split(dataset, info=wanted, collate=self.own_collate), 0).isolated((0, [0]))
         if isinstance(first, Failure):
             raise ConfigError("data.name", self.name, first.line, "repair the dataset")
         classes = tuple(str(c) for c in getattr(dataset, "classes", ()))
@@ -194,7 +210,8 @@ class CustomData(Reading):
             count = getattr(dataset, "num_classes", None) or len(classes)
         if not count and hasattr(dataset, "targets") and not torch.is_floating_point(torch.as_tensor(dataset.targets)):
             count = int(torch.as_tensor(dataset.targets).max()) + 1
-        one = next((leaf for leaf in tree_leaves(first.inputs) if isinstance(leaf, torch.Tensor)), None)
+        leaves = [leaf for leaf in tree_leaves(first.inputs) if isinstance(leaf, torch.Tensor)]
+        one = next((leaf for leaf in leaves if leaf.ndim > 1), leaves[0] if leaves else None)  # beside it there may be numbers
         if one is None:
             raise ConfigError("data.name", self.name, f"its inputs hold no tensor, but a {type(first.inputs).__name__}",
                               "return tensors, arrays, numbers or images")  # fmt: skip

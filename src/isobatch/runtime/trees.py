@@ -22,9 +22,15 @@ def call(module: Callable[..., Any], inputs: Tree) -> Any:
     """`module(x)`; with the members of a plain tuple as its arguments, with those of a dict by their names."""
     if isinstance(inputs, Tensor):
         return module(inputs)
+    positional, named = arguments(inputs)
+    return module(*positional, **named)
+
+
+def arguments(inputs: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with: (positional arguments, those by name)."""
     if type(inputs) is tuple:
-        return module(*inputs)
-    return module(**inputs) if isinstance(inputs, dict) else module(inputs)
+        return inputs, {}
+    return ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
 
 
 def mapped(change: Callable[[Tensor], Any], tree: Tree) -> Tree:

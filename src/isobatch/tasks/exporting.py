@@ -5,7 +5,8 @@
     export/model.onnx         where onnx and onnxscript are installed
     export/export.json        what goes in and what comes out
 
-Needs the checkpoint alone, no data. What is read is data: names reach classes through the tables, weights are tensors.
+Needs the checkpoint alone; of a data set of the user's own its first samples too (example_inputs.py). What is read is data: names
+reach classes through the tables, weights are tensors.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from isobatch.errors import ConfigError
 from isobatch.resume import rebuild
 from isobatch.resume.signature import Signature
 from isobatch.run_folder.files import write_json
+from isobatch.runtime.trees import Tree, call, tensors
+from isobatch.tasks import example_inputs
+from isobatch.tasks.example_inputs import ExampleInputs
 
 log = logging.getLogger("isobatch")
 
@@ -46,34 +50,31 @@ def export(config: Config, run_dir: Path) -> Path:
     model, info, node, which = trained.network, trained.info, trained.node, trained.which
     folder = run_dir / "export"
     folder.mkdir(parents=True, exist_ok=True)
+    examples = example_inputs.of(config, info)
+    weights = save_weights(model, node, info, folder)
+    example_inputs.spell_out(model, examples(1))
+    with quietly(node, "cannot be called on inputs of its data set", folder):
+        output = answer(model, examples, 1)
     facts = {"checkpoint": str(saved.path), "step": saved.step, "weights": which, "model": node,
-             "input": {"shape": ["batch", *info.shape], "dtype": "float32", "mean": list(info.mean), "std": list(info.std)},
-             "output": {"shape": ["batch", *answer(model, info, 1).shape[1:]]}, "classes": list(info.class_names),
+             "input": examples.described(), "output": example_inputs.forms(output), "classes": list(info.class_names),
              "largest_difference": {}}  # fmt: skip
-    checked = {"model.safetensors": save_weights(model, node, info, folder),
-               "model.pt2": save_program(model, node, info, folder)}  # fmt: skip
+    if isinstance(examples(1), Tensor):
+        facts["input"] |= {"mean": list(info.mean), "std": list(info.std)}
+    checked = {"model.safetensors": weights, "model.pt2": save_program(model, node, examples, folder)}
     missing = [name for name in ONNX if importlib.util.find_spec(name) is None]
     if missing:
         log.info("export: no model.onnx, because of missing packages (%s): pip install 'isobatch[onnx]'", " and ".join(missing))
     else:
-        checked["model.onnx"] = save_onnx(model, node, info, folder)
-    facts["largest_difference"] = {name: agrees(model, info, again, folder / name) for name, again in checked.items()}
+        checked["model.onnx"] = save_onnx(model, node, examples, folder)
+    facts["largest_difference"] = {name: agrees(model, examples, again, folder / name) for name, again in checked.items()}
     write_json(folder / "export.json", facts)
     log.info("export: %s weights of step %d as %s in %s", which, saved.step, ", ".join(checked), folder)
     return folder
 
 
-def example(info: DataInfo, batch: int) -> Tensor:
-    """(batch, *shape) normal numbers, the same at every call."""
-    return torch.randn(batch, *info.shape, generator=torch.Generator().manual_seed(batch))
-
-
 @torch.no_grad()
-def answer(model: Callable[[Tensor], Any], info: DataInfo, batch: int) -> Tensor:
-    output = model(example(info, batch))
-    if not isinstance(output, Tensor):
-        raise ConfigError("model.name", type(model).__name__, "returns more than one tensor", "export it in your own code")
-    return output
+def answer(model: Callable[..., Any], examples: ExampleInputs, batch: int) -> Tree:
+    return call(model, examples(batch))
 
 
 def save_weights(model: nn.Module, node: dict[str, Any], info: DataInfo, folder: Path) -> Callable[[Tensor], Any]:
@@ -111,24 +112,33 @@ def save_weights(model: nn.Module, node: dict[str, Any], info: DataInfo, folder:
         return loaded.eval()
 
 
-def save_program(model: nn.Module, node: dict[str, Any], info: DataInfo, folder: Path) -> Callable[[Tensor], Any]:
+def save_program(model: nn.Module, node: dict[str, Any], examples: ExampleInputs, folder: Path) -> Callable[..., Any]:
     """model.pt2 by torch.export, with a free batch size; loaded again."""
     path = folder / "model.pt2"
     with quietly(node, "torch.export cannot trace it", folder):
-        free = {0: torch.export.Dim("batch", min=1)}
-        program = torch.export.export(model, (example(info, 2),), dynamic_shapes=(free,))
+        inputs = examples(2)
+        positional, named = example_inputs.ordered(model, inputs)
+        free = example_inputs.free_batch(model, inputs)
+        program = torch.export.export(model, positional, named, dynamic_shapes=free)
         torch.export.save(program, path)
-        loaded: Callable[[Tensor], Any] = torch.export.load(path).module()  # this program's own file, written a moment ago
+        loaded: Callable[..., Any] = torch.export.load(path).module()  # this program's own file, written a moment ago
         return loaded
 
 
-def save_onnx(model: nn.Module, node: dict[str, Any], info: DataInfo, folder: Path) -> Callable[[Tensor], Any]:
-    """model.onnx (input `images`, output `logits`); loaded by onnxruntime if it is there, else by onnx's own evaluator."""
+def save_onnx(model: nn.Module, node: dict[str, Any], examples: ExampleInputs, folder: Path) -> Callable[..., Any]:
+    """model.onnx, loaded by onnxruntime if it is there, else by onnx's own evaluator.
+
+    Input `images` and output `logits` of a model with one of each; else inputs have the names of the model's parameters.
+    """
     path = folder / "model.onnx"
     with quietly(node, "it cannot be written as ONNX", folder):
+        inputs = examples(2)
+        positional, named = example_inputs.ordered(model, inputs)
+        names = ["images"] if examples.one else example_inputs.names_of(model, inputs)
+        outputs = ["logits"] if isinstance(answer(model, examples, 2), Tensor) else None
         program: Any = torch.onnx.export(
-            model, (example(info, 2),), dynamo=True, verbose=False, input_names=["images"], output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+            model, positional, kwargs=named, dynamo=True, verbose=False, input_names=names, output_names=outputs,
+            dynamic_shapes=example_inputs.free_batch(model, inputs),
         )  # fmt: skip
         program.save(path)
         if importlib.util.find_spec("onnxruntime"):
@@ -139,7 +149,13 @@ def save_onnx(model: nn.Module, node: dict[str, Any], info: DataInfo, folder: Pa
             from onnx.reference import ReferenceEvaluator
 
             session = ReferenceEvaluator(str(path))
-    return lambda inputs: torch.as_tensor(session.run(None, {"images": inputs.numpy()})[0])
+
+    def again(*positional: Any, **named: Any) -> list[Tensor]:
+        leaves = tensors(example_inputs.ordered(model, named or positional))
+        fed = {name: leaf.numpy() for name, leaf in zip(names, leaves, strict=True)}
+        return [torch.as_tensor(value) for value in session.run(None, fed)]
+
+    return again
 
 
 @contextmanager
@@ -160,7 +176,7 @@ def quietly(node: dict[str, Any], problem: str, folder: Path) -> Iterator[None]:
         logging.disable(before)
 
 
-def agrees(model: nn.Module, info: DataInfo, again: Callable[[Tensor], Any], path: Path) -> float:
+def agrees(model: nn.Module, examples: ExampleInputs, again: Callable[..., Any], path: Path) -> float:
     """The largest difference between what the file and the model answer.
 
     Raises:
@@ -168,9 +184,13 @@ def agrees(model: nn.Module, info: DataInfo, again: Callable[[Tensor], Any], pat
     """
     largest = 0.0
     for batch in BATCHES:
-        expected, found = answer(model, info, batch), answer(again, info, batch)
-        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-3, atol=1e-4):
+        expected, found = (tensors(answer(made, examples, batch)) for made in (model, again))
+        same = len(found) == len(expected)
+        for one, other in zip(found, expected, strict=same):
+            same &= one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-3, atol=1e-4)
+            if same and one.numel():
+                largest = max(largest, float((one.double() - other.double()).abs().max()))
+        if not same:
             raise ConfigError("task", "export", f"{path} answers otherwise than the model on a batch of {batch}",
                               "do not use it, and report the model") from None  # fmt: skip
-        largest = max(largest, float((found - expected).abs().max()))
     return largest
