@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from isobatch.errors import ConfigError
 from isobatch.marks import Marks
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "predictions"
+MASKS = "masks"  # the folder of pictures that hold the class of every pixel
 MOST_NUMBERS = 4096  # of a sample without classes that are still a table's columns
 
 
@@ -27,11 +29,13 @@ class About:
     Args:
         class_names: one per output; () = the outputs are numbers.
         top: answers per sample that a table names. samples: how many there will be.
+        classes: how many there are, named or not.
     """
 
     class_names: tuple[str, ...]
     top: int
     samples: int
+    classes: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,18 @@ class Answered:
 
     Args:
         start: number of the first one. names: of all of them (a file, or what the data set says).
-        outputs: as the model gave them: any tree of tensors (n, ...), float32, on the CPU.
-        probabilities: (n, classes); None = there are no classes.
+        outputs: as the model gave them: any tree of tensors (n, ...), float32, on the CPU. None where `classes` are all that
+            the choice asks for.
+        probabilities: (n, classes); None = there are no classes, or one of each element.
+        classes: of every element (pixel, letter) of a sample the class that is most probable: (n, ...) integers; None = a
+            sample has no such elements.
     """
 
     start: int
     names: Sequence[str]
     outputs: Any
     probabilities: Tensor | None
+    classes: Tensor | None = None
 
 
 class Writer(Protocol):
@@ -60,25 +68,34 @@ class Writer(Protocol):
 
 
 class Columns:
-    """A table's columns and rows: index, name, and per sample the `top` classes with probabilities, or its numbers."""
+    """A table's columns and rows: index, name, and per sample the `top` classes with probabilities, or its numbers; of a class
+    for each pixel a picture's name, of one for each letter the numbers of the classes."""
 
-    def __init__(self, about: About, choice: str):
+    def __init__(self, about: About, choice: str, folder: Path):
         self.about, self.choice = about, choice
+        self.masks = Part(folder, MASKS)
 
     def names(self, first: Answered) -> list[str]:
         """Raises ConfigError for answers that are no row."""
+        if first.classes is not None and first.classes.ndim in (2, 3):
+            return ["index", "name", "classes" if first.classes.ndim == 2 else "mask"]
         if first.probabilities is not None:
             top = range(min(self.about.top, first.probabilities.shape[1]))
             ends = ["" if k == 0 else f"_{k + 1}" for k in top]
             return ["index", "name", *(f"{word}{end}" for end in ends for word in ("prediction", "probability"))]
-        shape = getattr(first.outputs, "shape", None)
-        width = 0 if shape is None else first.outputs.reshape(len(first.names), -1).shape[1]
+        outputs = first.outputs if first.classes is None else first.classes
+        shape = getattr(outputs, "shape", None)
+        width = 0 if shape is None or first.classes is not None else outputs.reshape(len(first.names), -1).shape[1]
         if shape is None or not 0 < width <= MOST_NUMBERS:
-            raise ConfigError("writer.name", self.choice, f"the model's answer ({_form(first.outputs)}) is no row of a table",
+            raise ConfigError("writer.name", self.choice, f"the model's answer ({_form(outputs)}) is no row of a table",
                               "register a writer of your own for it (docs/evaluation-and-export.md)")  # fmt: skip
         return ["index", "name", *(["output"] if width == 1 else [f"output_{k}" for k in range(width)])]
 
     def rows(self, answered: Answered) -> Iterator[list[Any]]:
+        if answered.classes is not None:
+            for k, classes in enumerate(answered.classes):
+                yield [answered.start + k, answered.names[k], self.said(answered.start + k, classes)]
+            return
         if answered.probabilities is None:
             for k, values in enumerate(answered.outputs.reshape(len(answered.names), -1).tolist()):
                 yield [answered.start + k, answered.names[k], *values]
@@ -88,6 +105,26 @@ class Columns:
         for k, (some, which) in enumerate(zip(values.tolist(), numbers.tolist(), strict=True)):
             said = [cell for p, i in zip(some, which, strict=True) for cell in (names[i] if i < len(names) else str(i), p)]
             yield [answered.start + k, answered.names[k], *said]
+
+    def said(self, index: int, classes: Tensor) -> str:
+        """The cell for the classes of one sample's elements; those of pixels become a picture, a grey level per class."""
+        if classes.ndim == 1:
+            return " ".join(map(str, classes.tolist()))
+        import numpy
+        from PIL import Image
+
+        digits = len(str(max(self.about.samples - 1, 0)))
+        name = f"{index:0{digits}d}.png"
+        self.masks.part.mkdir(exist_ok=True)
+        kind = numpy.uint8 if max(self.about.classes, len(self.about.class_names)) <= 256 else numpy.uint16
+        Image.fromarray(classes.numpy().astype(kind)).save(self.masks.part / name)
+        return f"{MASKS}/{name}"
+
+    def done(self) -> None:
+        """After the last row: the pictures are complete."""
+        if self.masks.part.is_dir():
+            shutil.rmtree(self.masks.path, ignore_errors=True)  # of an earlier start in this folder
+            self.masks.done()
 
 
 class Part:
@@ -102,7 +139,7 @@ class Part:
 
 class CsvWriter:
     def __init__(self, folder: Path, about: About):
-        self.columns, self.place = Columns(about, "csv"), Part(folder, f"{FILE}.csv")
+        self.columns, self.place = Columns(about, "csv", folder), Part(folder, f"{FILE}.csv")
         self.file = self.place.part.open("w", encoding="utf-8", errors="surrogateescape", newline="")  # names may be any bytes
         self.table = csv.writer(self.file, lineterminator="\n")
         self.begun = False
@@ -116,12 +153,13 @@ class CsvWriter:
 
     def close(self) -> None:
         self.file.close()
+        self.columns.done()
         self.place.done()
 
 
 class ParquetWriter:
     def __init__(self, folder: Path, about: About):
-        self.columns, self.place = Columns(about, "parquet"), Part(folder, f"{FILE}.parquet")
+        self.columns, self.place = Columns(about, "parquet", folder), Part(folder, f"{FILE}.parquet")
         self.schema: Any = None
         self.table: Any = None
 
@@ -130,7 +168,7 @@ class ParquetWriter:
         import pyarrow.parquet
 
         if self.table is None:
-            kinds = {"index": pyarrow.int64(), "name": pyarrow.string()}
+            kinds = {"index": pyarrow.int64(), **dict.fromkeys(("name", "mask", "classes"), pyarrow.string())}
             fields = [(name, kinds.get(name, pyarrow.string() if name.startswith("prediction") else pyarrow.float32()))
                       for name in self.columns.names(answered)]  # fmt: skip
             self.schema = pyarrow.schema(fields)
@@ -142,11 +180,14 @@ class ParquetWriter:
 
     def close(self) -> None:
         self.table.close()
+        self.columns.done()
         self.place.done()
 
 
 class WriterOptions(Protocol):
-    """The options of group `writer`."""
+    """The options of group `writer`. `whole`: it wants the scores of every class of every pixel too, not the classes alone."""
+
+    whole: ClassVar[bool]
 
     @property
     def name(self) -> str: ...
@@ -162,6 +203,7 @@ class Csv:
     """predictions.csv, as UTF-8 with a header line."""
 
     name: str = "csv"
+    whole: ClassVar[bool] = False
 
     def check(self) -> None:
         """Refuse what this machine cannot do. Cheap: imports nothing."""
@@ -175,6 +217,7 @@ class Parquet:
     """predictions.parquet."""
 
     name: str = "parquet"
+    whole: ClassVar[bool] = False
 
     def check(self) -> None:
         if importlib.util.find_spec("pyarrow") is None:

@@ -276,6 +276,7 @@ class CustomWriter:
     name: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
     factory: ClassVar[Callable[..., Any]]
+    whole: ClassVar[bool] = True
 
     def check(self) -> None:
         """There is nothing to refuse before it is called."""

@@ -5,8 +5,8 @@
     export/model.onnx         where onnx and onnxscript are installed
     export/export.json        what goes in and what comes out
 
-Needs the checkpoint alone; of a data set of the user's own its first samples too (example_inputs.py). What is read is data: names
-reach classes through the tables, weights are tensors.
+Needs the checkpoint alone; of a data set of the user's own its first samples too (example_inputs.py). What is read is data:
+names reach classes through the tables, weights are tensors.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ def predict(config: Config, run_dir: Path, ranks: Ranks) -> None:
         trained = (rebuild.of_weights(config.model, config.plain["model"]) if resume.saved is None
                    else rebuild.of_run(resume.saved, config.checkpoint))  # fmt: skip
     options, split = samples(config, trained)
-    about = About(trained.info.class_names, config.predict.top, len(split))
+    about = About(trained.info.class_names, config.predict.top, len(split), trained.info.num_classes)
     console = make_console(ranks.is_main, len(split), len(split))
     console.plan(view(config, trained, options, split, ranks, device), [])
     made: list[Any] = []
@@ -146,6 +146,12 @@ def _numbers(values: Sequence[float]) -> str:
     return "[" + ", ".join(f"{value:g}" for value in values) + "]"
 
 
+class ByElement(NamedTuple):
+    """Of each pixel or letter the class alone, (n, ...)."""
+
+    classes: Tensor
+
+
 class Answers:
     """The answers in the order of the samples, as the main rank gets them; the others get rows without outputs.
 
@@ -179,7 +185,7 @@ class Answers:
             with torch.no_grad():
                 for first in range(0, batches, AT_ONCE * world):
                     here = [(i, self.answer(k, i, inputs)) for k, (i, (inputs, _)) in enumerate(islice(stream, AT_ONCE))]
-                    gathered = self.ranks.gather_objects([(i, mapped(Tensor.cpu, output)) for i, output in here])
+                    gathered = self.ranks.gather_objects([(i, mapped(Tensor.cpu, self.asked(output))) for i, output in here])
                     parts = dict(pair for some in gathered or [] for pair in some)
                     for i in range(first, min(first + AT_ONCE * world, batches)):
                         yield self.answered(i, parts.get(i))
@@ -203,9 +209,26 @@ class Answers:
                               f"{list(inputs.shape[1:])}: it was trained on {list(self.trained.info.shape)} ({said})",
                               "give it inputs as in its training") from error  # fmt: skip
 
+    def asked(self, outputs: Any) -> Any:
+        """What the main rank gets of them: of the scores of every pixel the class alone, where the writer asks for no more."""
+        return ByElement(self.classes(outputs)) if not self.config.writer.whole and self.by_element(outputs) else outputs
+
+    def by_element(self, outputs: Any) -> bool:
+        """Whether they are (n, classes, ...): scores of each pixel or letter."""
+        count = self.trained.info.num_classes
+        return isinstance(outputs, Tensor) and outputs.ndim > 2 and count > 1 and outputs.shape[1] == count
+
+    def classes(self, outputs: Tensor) -> Tensor:
+        """(n, ...) of scores (n, classes, ...), in as few bytes as hold them."""
+        return outputs.argmax(1).to(torch.uint8 if self.trained.info.num_classes <= 256 else torch.int32)
+
     def answered(self, i: int, outputs: Any) -> Answered:
         numbers = range(i * self.size, min((i + 1) * self.size, len(self.split)))
         names = unlabelled.names_of(self.split, numbers) if self.ranks.is_main else [""] * len(numbers)
+        if isinstance(outputs, ByElement):
+            return Answered(numbers.start, names, None, None, outputs.classes)
+        if self.by_element(outputs):
+            return Answered(numbers.start, names, outputs, None, self.classes(outputs))
         classes = self.trained.info.num_classes
         scores = isinstance(outputs, Tensor) and outputs.ndim == 2 and classes and outputs.shape[1] == classes
         probable = Tensor.sigmoid if self.trained.info.labels == "several" else lambda logits: logits.softmax(1)
