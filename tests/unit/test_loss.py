@@ -18,7 +18,7 @@ from isobatch.errors import ConfigError
 from isobatch.loss import BinaryCrossEntropy, Distillation, JensenShannon
 from isobatch.loss.distill import Taught
 from isobatch.loss.views import Viewed, Views
-from isobatch.resume import saved_model
+from isobatch.resume import teacher as teachers
 from isobatch.runtime.distributed import Ranks
 from isobatch.shards.layout import Lanes
 
@@ -34,14 +34,14 @@ def digest(module: nn.Module) -> str:
 def run_with_teacher(folder: Path, words: tuple[str, ...], ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Train, and return what became of the teacher."""
     built: list[tuple[nn.Module, str]] = []
-    original = saved_model.build
+    original = teachers.build
 
     def build(*args: Any) -> nn.Module:
         network = original(*args)
         built.append((network, digest(network)))
         return network
 
-    monkeypatch.setattr(saved_model, "build", build)
+    monkeypatch.setattr(teachers, "build", build)
     folder.mkdir(parents=True, exist_ok=True)
     value = run.run_job(plain(*words), folder, ranks)
     ((network, before),) = built
@@ -80,7 +80,7 @@ def test_a_run_of_this_program_teaches(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     run.run_job(plain(*WORDS, "model.width=16", "ema=ema"), tmp_path / "a", Ranks())
     info = DataInfo("digits", (1, 8, 8), 10)
-    network = saved_model.build({"checkpoint": str(tmp_path / "a")}, info, torch.device("cpu"))
+    network = teachers.build({"checkpoint": str(tmp_path / "a")}, info, torch.device("cpu"))
     state = checkpoint.load(tmp_path / "a")
     assert all(torch.equal(value, state["ema"][key]) for key, value in network.state_dict().items())
     run.run_job(plain(*WORDS, "loss=distill", f"loss.teacher.checkpoint={tmp_path / 'a'}"), tmp_path / "b", Ranks())
@@ -91,7 +91,7 @@ def test_a_teacher_needs_no_file_that_its_own_run_began_with(tmp_path: Path) -> 
     model = ("logger=none", "threads=1", "model=timm", "model.arch=test_resnet", "data=synthetic", "data.samples=8",
              "data.eval_samples=2", "data.image_size=16", "batch.effective=4", "epochs=null", "steps=1")  # fmt: skip
     first = tmp_path / "first.pth"
-    torch.save(saved_model.build({"arch": "test_resnet", "pretrained": False, "checkpoint": None, "kwargs": {}},
+    torch.save(teachers.build({"arch": "test_resnet", "pretrained": False, "checkpoint": None, "kwargs": {}},
                              DataInfo("synthetic", (3, 16, 16), 10), torch.device("cpu")).state_dict(), first)  # fmt: skip
     for name, words in (("a", (f"model.checkpoint_path={first}",)),
                         ("b", ("loss=distill", f"loss.teacher.checkpoint={tmp_path / 'a'}"))):  # fmt: skip
@@ -127,7 +127,7 @@ def test_a_teacher_that_does_not_exist_is_refused_under_its_own_name() -> None:
     info = DataInfo("digits", (1, 8, 8), 10)
     options = {"arch": "resnet1818", "pretrained": False, "checkpoint": None, "kwargs": {}}
     with pytest.raises(ConfigError, match=r"loss.teacher.arch=resnet1818"):
-        saved_model.build(options, info, torch.device("cpu"))
+        teachers.build(options, info, torch.device("cpu"))
 
 
 def test_building_a_teacher_draws_nothing_from_the_run() -> None:
@@ -135,7 +135,7 @@ def test_building_a_teacher_draws_nothing_from_the_run() -> None:
     expected = torch.rand(1)
     torch.manual_seed(3)
     options = {"arch": "test_resnet", "pretrained": False, "checkpoint": None, "kwargs": {}}
-    saved_model.build(options, DataInfo("digits", (1, 8, 8), 10), torch.device("cpu"))
+    teachers.build(options, DataInfo("digits", (1, 8, 8), 10), torch.device("cpu"))
     assert torch.equal(torch.rand(1), expected)
 
 

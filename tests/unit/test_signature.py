@@ -20,7 +20,8 @@ from isobatch import checkpoint
 from isobatch.config import options
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
-from isobatch.resume import saved_model, signature
+from isobatch.resume import signature
+from isobatch.resume import teacher as teachers
 from isobatch.resume.signature import Signature
 
 WORDS = ("logger=none", "threads=1", "model=mlp", "model.width=16", "model.depth=1", "data=image_folder", "data.image_size=16",
@@ -144,7 +145,7 @@ def test_first_weights_keep_a_classifier_of_the_same_classes_only(tmp_path: Path
 def teacher_of(trained: Path, **info: Any) -> torch.nn.Module:
     given = DataInfo("x", (3, 16, 16), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), ("ape", "bee", "cat"))
     chosen = {"arch": None, "pretrained": False, "checkpoint": str(trained / "run"), "kwargs": {}}
-    return saved_model.build(chosen, DataInfo(**{**given.__dict__, **info}), torch.device("cpu"))
+    return teachers.build(chosen, DataInfo(**{**given.__dict__, **info}), torch.device("cpu"))
 
 
 def test_a_teacher_sees_images_as_it_learned_them(trained: Path) -> None:
@@ -187,13 +188,13 @@ def test_a_pretrained_teacher_of_timm_knows_its_own_classes_and_images(tmp_path:
     cfg = {"file": str(tmp_path / "w.pth"), "num_classes": 3, "mean": (0.1, 0.1, 0.1), "std": (0.3, 0.3, 0.3)}
     chosen = {"arch": "test_resnet", "pretrained": True, "checkpoint": None, "kwargs": {"pretrained_cfg_overlay": cfg}}
     info = DataInfo("x", (3, 32, 32), 3, (0.5,) * 3, (0.25,) * 3, ("a", "b", "c"))
-    teacher = saved_model.build(chosen, info, torch.device("cpu"))
+    teacher = teachers.build(chosen, info, torch.device("cpu"))
     pixels = torch.rand(2, 3, 32, 32)
     plain = timm("test_resnet", num_classes=3).eval()
     plain.load_state_dict(torch.load(tmp_path / "w.pth", weights_only=True))
     assert torch.allclose(teacher((pixels - 0.5) / 0.25), plain((pixels - 0.1) / 0.3), atol=1e-4)
     with pytest.raises(ConfigError, match=r"^loss\.teacher\.pretrained=True: the pretrained test_resnet knows 3 classes"):
-        saved_model.build(chosen, DataInfo("x", (3, 32, 32), 5), torch.device("cpu"))
+        teachers.build(chosen, DataInfo("x", (3, 32, 32), 5), torch.device("cpu"))
 
 
 def test_the_state_says_it_too(trained: Path) -> None:

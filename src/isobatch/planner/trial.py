@@ -25,7 +25,7 @@ from isobatch.given import mean_of
 from isobatch.planner.cost import Measured
 from isobatch.planner.estimate import Saved, saved_tensors
 from isobatch.precision.masters import to_fp32
-from isobatch.resume import saved_model
+from isobatch.resume import teacher
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.randomness import isolated_generators
 from isobatch.runtime.trees import Tree, call, mapped, repeated, tensors
@@ -79,7 +79,7 @@ class Trial:
             self.scaler, self.criterion = config.precision.scaler(device), config.loss.build()
             self.prepare = config.loss.prepare(
                 config.augment.batch_transform(splits.info, config.seed),
-                lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device,
+                lambda chosen: teacher.build(chosen, splits.info, device, channels_last), config.precision, device,
                 config.seed,
             )  # fmt: skip
             self.splits, self.to_device = splits, ToDevice(device, splits.train.info, channels_last)

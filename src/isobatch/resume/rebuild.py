@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from isobatch.model import Model
+
 MOST_VALUES = 2**28  # of one input: what a checkpoint says of its data is not trusted with the memory
-ELSEWHERE = {"pretrained": False, "checkpoint_path": None, "grad_checkpointing": False}
+FIRST_WEIGHTS: dict[str, Any] = {"pretrained": False, "checkpoint_path": None}  # options that fetch or read them: off
+TRAINED = FIRST_WEIGHTS | {"grad_checkpointing": False}
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,19 @@ def network(node: Mapping[str, Any], info: DataInfo, weights: Mapping[str, Any])
 
 
 def alone(node: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's options without the weights that it began with."""
-    return dict(node) | {key: value for key, value in ELSEWHERE.items() if key in node}
+    """A model's options, as saved, without the weights that it began with and what is for its training alone."""
+    return dict(node) | {key: value for key, value in TRAINED.items() if key in node}
+
+
+def without_first_weights(options: Model) -> Model:
+    """A model's options, for weights that are about to be laid into it: none are fetched or read from elsewhere."""
+    return replace(options, **{key: value for key, value in FIRST_WEIGHTS.items() if hasattr(options, key)})
+
+
+def sound(shape: Any) -> bool:
+    """Whether what a checkpoint says of the shape of its inputs can be one, and is no more than memory is given for."""
+    sizes = isinstance(shape, list | tuple) and shape and all(type(n) is int and n > 0 for n in shape)
+    return bool(sizes) and math.prod(shape) <= MOST_VALUES
 
 
 def of_run(saved: Saved, options: Any) -> Trained:
@@ -109,8 +123,7 @@ def data_info(saved: Saved) -> DataInfo:
     """What the checkpoint says of the data that its model takes."""
     plan = saved.state["plan"]
     shape, classes = plan.get("input_shape"), plan.get("num_classes")
-    sound = isinstance(shape, list) and shape and all(type(n) is int and n > 0 for n in shape)
-    if not sound or math.prod(shape) > MOST_VALUES or type(classes) is not int or not 0 <= classes < 2**31:
+    if not isinstance(shape, list) or not sound(shape) or type(classes) is not int or not 0 <= classes < 2**31:
         raise ConfigError("resume", saved.path, "says nothing sound of the shape of its data", "use another checkpoint")
     known = Signature.read(plan) or Signature()
     return weights_know.info_of(replace(known, input_shape=tuple(shape), num_classes=classes), "export")

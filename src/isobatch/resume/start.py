@@ -14,7 +14,7 @@ from isobatch.checkpoint import reading
 from isobatch.checkpoint.folder import Folder
 from isobatch.checkpoint.reading import Saved
 from isobatch.errors import ConfigError
-from isobatch.resume import contract, cut, image_settings, signature, weights_know
+from isobatch.resume import contract, cut, image_settings, rebuild, signature, weights_know
 from isobatch.resume.contract import Difference
 from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping, usable
@@ -116,8 +116,7 @@ class Resume:
             if self.uses_weights:
                 self.notes += weights_know.check_answers(options, info)
             return options
-        elsewhere: dict[str, Any] = {"pretrained": False, "checkpoint_path": None}
-        return dataclasses.replace(options, **{k: v for k, v in elsewhere.items() if hasattr(options, k)})
+        return rebuild.without_first_weights(options)
 
     def precision(self, device: torch.device) -> Any:
         """The level's options; what is left to the machine stays as the run began with it, where the default was another."""

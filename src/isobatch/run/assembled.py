@@ -17,7 +17,7 @@ from isobatch.launch.signals import STOP
 from isobatch.launch.withdrawal import withdraw
 from isobatch.logger import Logger
 from isobatch.reduction import elements
-from isobatch.resume import saved_model
+from isobatch.resume import teacher
 from isobatch.run.planned import Planned
 from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
@@ -58,7 +58,7 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
     average = config.ema.build(model)
     prepare = config.loss.prepare(
         config.augment.batch_transform(splits.info, config.seed),
-        lambda chosen: saved_model.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
+        lambda chosen: teacher.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
     )  # fmt: skip
     given, seen, metrics = rehearse(config, working.module, splits, device, channels_last, prepare, trains,
                                     STOP.asked, give_up(run_dir, ranks.rank), kept_wider(average, model))  # fmt: skip

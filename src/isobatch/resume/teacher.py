@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from isobatch.resume import rebuild
 from isobatch.resume.signature import UNNAMED, Signature, order, other_classes, other_normalization
 
 log = logging.getLogger("isobatch")
-
-MOST_VALUES = 2**26  # of one input: what a checkpoint says of its data is not trusted with the memory
 
 
 def build(chosen: dict[str, Any], info: DataInfo, device: torch.device, channels_last: bool = False) -> nn.Module:
@@ -111,11 +108,11 @@ def _from_run(run: str, info: DataInfo) -> nn.Module:
     elif (problem := other_classes(knows, Signature.of(info))) and order(knows, Signature.of(info)) is None:
         raise ConfigError("loss.teacher.checkpoint", run, problem, "train the teacher on the classes of this data")
     shape = knows.input_shape if knows else ()
-    sound = len(shape) == len(info.shape) and shape[:1] == info.shape[:1] and 0 < math.prod(shape) <= MOST_VALUES
-    takes, weights = replace(info, shape=shape) if sound else info, state.get("ema") or state["model"]
+    believed = len(shape) == len(info.shape) and shape[:1] == info.shape[:1] and rebuild.sound(shape)
+    takes, weights = replace(info, shape=shape) if believed else info, state.get("ema") or state["model"]
     try:
         teacher = rebuild.network(state["config"]["model"], takes, weights)
     except Damaged as problem:
         raise ConfigError("loss.teacher.checkpoint", run, f"its model does not fit data={info.name} ({problem})",
                           "train the teacher on the same data") from None  # fmt: skip
-    return _fitted(teacher, knows if sound else replace(knows, input_shape=()), info) if knows else teacher
+    return _fitted(teacher, knows if believed else replace(knows, input_shape=()), info) if knows else teacher
