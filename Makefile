@@ -16,8 +16,8 @@ test: lint  ## what CI runs
 	@echo "the fast suite: 10 to 20 minutes on 2 cores, as busy as they are (the first time also the set-up, minutes)"
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations=40 $(ARGS)
 
-test-all: lint  ## with full matrices, chaos, network namespaces and a browser
-	$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
+test-all: lint  ## every command started cold, with full matrices, chaos, network namespaces and a browser
+	ISOBATCH_COLD=1 $(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/test-ready
 	$(BIN)/ruff check src tests benchmarks train.py

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 import yaml
 from harness import train
 from wandb_standin import KEY, StandIn, bare_environ, offline_files, read_offline
@@ -24,8 +25,7 @@ TINY = ("model=mlp", "model.width=8", "model.depth=1", "threads=1", "log_every=1
 
 
 def command(*words: str, environ: dict[str, str], launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *launcher, TRAIN, *words], env=environ, capture_output=True, text=True,
-                          stdin=subprocess.DEVNULL, timeout=200)  # fmt: skip
+    return warm.run([sys.executable, *launcher, TRAIN, *words], env=environ, capture_output=True, stdin=subprocess.DEVNULL)
 
 
 def everything_written(folder: Path) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import warm
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 COMMAND = [sys.executable, str(HERE / "standin_train.py")]
@@ -45,7 +47,7 @@ class Started:
             env.pop(name, None)
         env |= keep or {}  # a launcher's own variables, for a test that plays the launcher
         self.began = time.monotonic()
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             command, cwd=cwd, env=env, text=True, start_new_session=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip

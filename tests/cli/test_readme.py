@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 FEW = "epochs=null steps=2 logger=none eval_every=2"
@@ -71,12 +72,17 @@ def shortened(command: str) -> list[str]:
     return [*words, *extra.split()]
 
 
+COLD_WORDS = len(["python", "train.py", *FEW.split()])  # the first command of all starts as a person's does
+
+
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
     while "=" in words[0] and not words[0].startswith("python"):
         name, _, value = words.pop(0).partition("=")
         environ[name] = value
-    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+    if words[0] != "python" or words[1:2] == ["-c"] or len(words) <= COLD_WORDS:
+        return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+    return warm.run([sys.executable, *words[1:]], cwd=folder, env=environ, capture_output=True)
 
 
 pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on where others ended

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
@@ -70,8 +71,7 @@ def test_the_stack_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 def isobatch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ.pop("HYDRA_FULL_ERROR", None)
-    return subprocess.run([sys.executable, str(TRAIN), *words], cwd=folder, capture_output=True, text=True, timeout=200,
-                          env=environ)  # fmt: skip
+    return warm.run([sys.executable, str(TRAIN), *words], cwd=folder, capture_output=True, env=environ)
 
 
 @pytest.mark.parametrize("words", [["batch.effectiv=3"], ["-m", "model=small,resnet19"], ["--config-dir", "nowhere"]])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 TRAIN = str(Path(__file__).parents[2] / "train.py")
 SETTING = ("model=mlp", "model.width=8", "model.depth=1", "logger=none", "threads=1", "optimizer=sgd", "epochs=null",
@@ -20,8 +21,8 @@ LIMIT_S = 200  # seconds that one command may take
 
 
 def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, TRAIN, *words], cwd=cwd, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    return warm.Popen([sys.executable, TRAIN, *words], cwd=cwd, text=True, stdout=subprocess.PIPE,
+                      stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
 def isobatch(*words: str, cwd: Path) -> tuple[int, str]:

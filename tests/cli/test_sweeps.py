@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from harness import BASE, plain, summary, train
 
 from isobatch import sweeps
@@ -25,7 +26,7 @@ QUICK = ["model=mlp", "model.width=16", "logger=none", "epochs=null", "steps=3",
 
 
 def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TRAIN), *words], cwd=folder, capture_output=True, text=True, timeout=200)
+    return warm.run([sys.executable, str(TRAIN), *words], cwd=folder, capture_output=True)
 
 
 def test_a_relaunched_sweep_skips_what_is_complete_and_ends_in_a_comparison(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 APP = """
 import json, sys
@@ -48,8 +49,7 @@ def app(tmp_path: Path) -> Path:
 
 
 def run(app: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "app.py", *overrides]
-    return subprocess.run(command, cwd=app, capture_output=True, text=True, timeout=200)
+    return warm.run([sys.executable, "app.py", *overrides], cwd=app, capture_output=True)
 
 
 def test_a_sweep_ends_in_a_report_and_a_plain_run_does_not(app: Path) -> None:
