@@ -72,15 +72,12 @@ def shortened(command: str) -> list[str]:
     return [*words, *extra.split()]
 
 
-COLD_WORDS = len(["python", "train.py", *FEW.split()])  # the first command of all starts as a person's does
-
-
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
     while "=" in words[0] and not words[0].startswith("python"):
         name, _, value = words.pop(0).partition("=")
         environ[name] = value
-    if words[0] != "python" or words[1:2] == ["-c"] or len(words) <= COLD_WORDS:
+    if words[0] != "python" or words == shortened("python train.py"):  # the first command of all starts as a person's does
         return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
     return warm.run([sys.executable, *words[1:]], cwd=folder, env=environ, capture_output=True)
 
@@ -91,7 +88,7 @@ pytestmark = pytest.mark.xdist_group("readme")  # in order: some commands go on 
 # many ranks or many jobs: their parts have small tests of their own, so these run in `make test-all`
 LONG = ("experiment=article", "reduction=exact parallel=ddp", "task=plan", "sweep.tolerance=0", "experiment=strategies",
         "experiment=equivalence", "experiment=memory", "parallel=fsdp", "experiment=digits", "experiment=finetune",
-        "torchrun --nproc_per_node=2", "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=predict",
+        "torchrun", "sweep.parallel_jobs", "sweep.dry_run", "photos", "task=evaluate", "task=predict",
         "task=export", "task=replay", "resume=runs/first epochs", "debug=short", "task=lr_range")  # fmt: skip
 
 

@@ -63,6 +63,8 @@ def serve(control: socket.socket) -> dict | None:
 
 def become(task: dict) -> str:
     """Give this process the descriptors, session, folder, environment and words of `task`; returns its script or module."""
+    from multiprocessing import process
+
     if task["session"]:
         os.setsid()
     for number, given in enumerate(task["fds"]):
@@ -78,6 +80,7 @@ def become(task: dict) -> str:
     module, words = (task["words"][1], task["words"][2:]) if task["words"][0] == "-m" else ("", task["words"][1:])
     script = module or task["words"][0]
     sys.argv = [script, *words]
+    process.ORIGINAL_DIR = os.getcwd()  # taken at its import; what it starts goes there, and looks for the script there
     sys.orig_argv = [sys.executable, *task["words"]]
     first = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *INSTALLED]
