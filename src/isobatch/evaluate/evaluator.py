@@ -18,10 +18,10 @@ from isobatch.evaluate.answers import Answers
 from isobatch.given import taken_apart
 from isobatch.metrics.auto import TOP, Classes
 from isobatch.metrics.base import Metric, kind
-from isobatch.precision.masters import to_fp32
+from isobatch.precision.forward import forward
 from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
-from isobatch.runtime.trees import call, mapped
+from isobatch.runtime.trees import mapped
 
 OWN = 3  # columns of the sums that are not a metric's
 
@@ -118,8 +118,7 @@ class Evaluator:
             request = Request(0, torch.arange(min(count, len(self.split))))
             ((inputs, targets),) = self.source.batches(iter([request]))  # to its end: the source is used again
             self.seed(0, 0)
-            with self.precision.evaluation(self.device):
-                output = self._output(model, inputs)
+            output = self._output(model, inputs)
             self.after(model, 0)
         finally:
             for module, training in modes:
@@ -141,21 +140,20 @@ class Evaluator:
             if lane:
                 inputs, targets = mapped(partial(_to, lanes[lane]), (inputs, targets))
             self.seed(step, i)
-            with self.precision.evaluation(self.device):
-                output = self._output(models[lane], inputs)
+            output = self._output(models[lane], inputs)
             self._count(i, slots[lane][i], output, targets)
         behind = -(-self.batches() // self.ranks.world_size) - len(mine)
         self.after(model, behind if self.views == "one" else 2 * behind)
         return sum((part.to(self.device, non_blocking=True) for part in slots[1:]), slots[0])  # each filled in one of them
 
     def _output(self, model: nn.Module, inputs: Any) -> Any:
-        output = to_fp32(call(model, inputs))
+        output = forward(model, inputs, self.precision.evaluation(self.device))
         if self.views == "one":
             return output
         if not isinstance(output, Tensor) or output.ndim != 2:
             raise ConfigError("evaluate.views", self.views, "averages class scores, and this model answers something else",
                               "set evaluate.views=one")  # fmt: skip
-        return (output + to_fp32(call(model, inputs.flip(-1)))) / 2
+        return (output + forward(model, inputs.flip(-1), self.precision.evaluation(self.device))) / 2
 
     def _count(self, i: int, slot: Tensor, output: Any, targets: Any) -> None:
         """Fill the slot of batch i."""

@@ -24,11 +24,11 @@ from isobatch.errors import JobFailed
 from isobatch.given import mean_of
 from isobatch.planner.cost import Measured
 from isobatch.planner.estimate import Saved, saved_tensors
-from isobatch.precision.masters import to_fp32
+from isobatch.precision.forward import forward
 from isobatch.resume import teacher
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.randomness import isolated_generators
-from isobatch.runtime.trees import Tree, call, mapped, repeated, tensors
+from isobatch.runtime.trees import Tree, mapped, repeated, tensors
 from isobatch.shards.layout import Lanes
 from isobatch.train import batch_norm
 
@@ -166,9 +166,8 @@ class Trial:
         return self.prepare(inputs, targets, 0, (0,), Lanes.alone((samples,))) if self.prepare else (inputs, targets)
 
     def _loss(self, inputs: Tree, targets: Tree) -> Tensor:
-        with self.config.precision.autocast(self.device):
-            output = call(self.working.module, inputs)
-        loss: Tensor = self.scaler.scale(mean_of(self.criterion(to_fp32(output), targets)))
+        output = forward(self.working.module, inputs, self.precision())
+        loss: Tensor = self.scaler.scale(mean_of(self.criterion(output, targets)))
         return loss
 
     def _clear(self) -> None:

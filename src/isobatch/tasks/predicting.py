@@ -23,7 +23,7 @@ from isobatch.data.samples import Request
 from isobatch.errors import ConfigError, Stopped
 from isobatch.launch.signals import STOP
 from isobatch.planner.trial import is_out_of_memory
-from isobatch.precision.masters import to_fp32
+from isobatch.precision.forward import forward
 from isobatch.resume import rebuild
 from isobatch.resume.rebuild import Trained
 from isobatch.resume.start import Resume, on_main
@@ -32,7 +32,7 @@ from isobatch.run_folder.summary import summarize
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks, choose_device
 from isobatch.runtime.randomness import ShardSeeder
-from isobatch.runtime.trees import call, mapped
+from isobatch.runtime.trees import mapped
 from isobatch.writer import About, Answered
 
 USUAL_BATCH = 64  # where nothing is typed; never a function of the ranks, so that no bit depends on them
@@ -199,8 +199,7 @@ class Answers:
             inputs = mapped(lambda t: t.to(self.lanes[lane], non_blocking=True), inputs)
         self.seed.evaluation(0, batch)
         try:
-            with self.config.precision.evaluation(self.lanes[0]):
-                return to_fp32(call(self.models[lane], inputs))
+            return forward(self.models[lane], inputs, self.config.precision.evaluation(self.lanes[0]))
         except Exception as error:
             if is_out_of_memory(error) or not isinstance(inputs, Tensor) or tuple(inputs.shape[1:]) == self.trained.info.shape:
                 raise

@@ -22,9 +22,8 @@ from torch.utils import _pytree as tree
 
 from isobatch.errors import JobFailed
 from isobatch.given import Given, taken_apart
-from isobatch.precision.masters import to_fp32
+from isobatch.precision.forward import forward
 from isobatch.reduction.elements import ByElements
-from isobatch.runtime.trees import call
 from isobatch.train.gradients import Gradients
 from isobatch.train.step import Parts, micro_step
 
@@ -81,9 +80,8 @@ class Recorded:
 
     def work(self, parts: Parts) -> None:
         """What is recorded: micro_step's forward and backward, on fixed memory."""
-        with parts.precision.autocast(parts.device):
-            output = call(parts.reducer.module, self.inputs)
-        self.given = taken_apart(parts.criterion(to_fp32(output), self.targets))  # of each replay, until the next one
+        output = forward(parts.reducer.module, self.inputs, parts.precision.autocast(parts.device))
+        self.given = taken_apart(parts.criterion(output, self.targets))  # of each replay, until the next one
         loss = self.given.value * self.numbers["weight"]
         self.loss.copy_(loss.detach())
         loss.backward(gradient=self.numbers["scale"].to(loss.dtype))

@@ -28,9 +28,9 @@ from isobatch.given import Given, Sum, taken_apart
 from isobatch.metrics.base import Metric
 from isobatch.parallel.unused import unnoticed
 from isobatch.planner.trial import is_out_of_memory
-from isobatch.precision.masters import to_fp32
+from isobatch.precision.forward import forward
 from isobatch.runtime.randomness import isolated_generators
-from isobatch.runtime.trees import call, first
+from isobatch.runtime.trees import first
 from isobatch.runtime.waiting import TooLong, limited
 from isobatch.shards.layout import Lanes
 
@@ -154,8 +154,7 @@ class Rehearsal:
             with unnoticed(self.module, inputs), torch.set_grad_enabled(which == "training"):
                 before = torch.get_rng_state()
                 try:
-                    with autocast(self.device):
-                        output = to_fp32(call(self.module, inputs))
+                    output = forward(self.module, inputs, autocast(self.device))
                 except Exception as error:
                     raise self._unfit_input(which, split, inputs, error) from error
                 drew = not torch.equal(before, torch.get_rng_state())

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from isobatch.data.feed import MicroBatch, WindowData
-from isobatch.precision.masters import WorkingCopy, to_fp32
+from isobatch.precision.forward import forward
+from isobatch.precision.masters import WorkingCopy
 from isobatch.runtime.randomness import ShardSeeder
-from isobatch.runtime.trees import call
 from isobatch.train.batch_norm import ShardStatistics
 from isobatch.train.state import TrainState
 
@@ -34,9 +34,8 @@ def micro_step(state: TrainState, parts: Parts, step: int, micro: MicroBatch) ->
     parts.seed(step, micro.shards)
     parts.statistics.enter()
     with parts.apart(step, micro), parts.reducer.shard(micro):
-        with parts.precision.autocast(parts.device):
-            output = call(parts.reducer.module, micro.inputs)
-        loss = parts.weigh(parts.criterion(to_fp32(output), micro.targets), micro.weight, micro.shards[0])
+        output = forward(parts.reducer.module, micro.inputs, parts.precision.autocast(parts.device))
+        loss = parts.weigh(parts.criterion(output, micro.targets), micro.weight, micro.shards[0])
         parts.statistics.leave(micro, parts.reducer)  # before backward: checkpointing runs the forward again in there
         parts.reducer.record(micro, loss)
         if micro.is_first:
