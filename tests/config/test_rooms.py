@@ -26,6 +26,11 @@ def room(path: Path) -> str:
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def own_modules() -> set[str]:
     return {module(path) for path in MODULES}
 
@@ -48,7 +53,7 @@ def imports(path: Path, top_level_only: bool = False) -> set[str]:
                 found.update(named if child.module == "isobatch" else named & own_modules())
             visit(child, inner)
 
-    visit(ast.parse(path.read_text()), True)
+    visit(parsed(path), True)
     return found
 
 
@@ -148,7 +153,7 @@ def test_timm_is_imported_in_one_file() -> None:
 def test_no_yaml_loader_but_the_safe_ones() -> None:
     """The others make objects of what a file names: code of a foreign run folder would run."""
     for path in [*MODULES, ROOT / "train.py"]:
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         of_yaml = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)} & {"yaml", "yaml.loader", "yaml.cyaml"}
         assert not of_yaml, f"{path} takes a loader by name"
         if "yaml" not in packages(path):
@@ -180,7 +185,7 @@ def test_what_a_task_is_like_stands_in_its_class_alone() -> None:
     compared = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Compare)
         and any(isinstance(side, ast.Attribute) and side.attr == "task" for side in (node.left, *node.comparators))
     ]
@@ -239,7 +244,7 @@ def arrows(path: Path) -> set[str]:
                 found.update(name if name in ours else child.module for name in full)
             visit(child)
 
-    visit(ast.parse(path.read_text()))
+    visit(parsed(path))
     return (found & ours) - {module_name(path)}
 
 
@@ -288,6 +293,6 @@ def test_the_names_in_a_run_folder_are_spelled_in_one_place() -> None:
     names = {layout.PLAN, layout.METRICS, layout.SUMMARY, layout.LOG, layout.CHECKPOINTS, layout.MULTIRUN}
     for path in MODULES:
         if path.name != "layout.py":
-            spelled = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+            spelled = {node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)
                        and isinstance(node.value, str)}  # fmt: skip
             assert not spelled & names, path
