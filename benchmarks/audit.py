@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from loop import RESNET, TOY, isobatch_loop
 
-from isobatch.audit import Replay
+from isobatch.audit import ReplayAudit
 from isobatch.runtime.distributed import Ranks
 
 CASES = {
@@ -34,7 +34,7 @@ def cost(overrides: list[str], steps: int, rounds: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         loop, advance = isobatch_loop([*overrides, "reduction=exact"], Ranks(), Path(folder))
         loop.feed.source.batches_ = loop.feed.source.batches_[:1]  # the same one for whoever asks
-        audit = Replay(every=1).build(loop, [torch.default_generator], lambda: "")
+        audit = ReplayAudit(every=1).build(loop, [torch.default_generator], lambda: "")
         found = []
         for round_ in range(rounds + 1):
             taken = []

@@ -72,10 +72,10 @@ def around(stopping: Stopping, run_dir: Path, ranks: Ranks, objective: str | Non
     told = os.environ.get(VARIABLE)
     if not told or not run_dir.name.isdigit():
         return stopping
-    return Pruned(stopping, Trial(json.loads(told), int(run_dir.name), objective) if ranks.is_main else None, ranks)
+    return Pruned(stopping, StudyTrial(json.loads(told), int(run_dir.name), objective) if ranks.is_main else None, ranks)
 
 
-class Trial:
+class StudyTrial:
     """One trial of the study that `told` (see announce) names, for the main rank of its job."""
 
     def __init__(self, told: Mapping[str, Any], number: int, objective: str | None):
@@ -104,7 +104,7 @@ class Trial:
 class Pruned(Stopping):
     """The rules of `inner`, and after them what the study thinks of the trial."""
 
-    def __init__(self, inner: Stopping, trial: Trial | None, ranks: Ranks):
+    def __init__(self, inner: Stopping, trial: StudyTrial | None, ranks: Ranks):
         self.inner, self.trial, self.ranks = inner, trial, ranks
         self.at: int | None = None
 

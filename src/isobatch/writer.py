@@ -73,7 +73,7 @@ class Columns:
 
     def __init__(self, about: About, choice: str, folder: Path):
         self.about, self.choice = about, choice
-        self.masks = Part(folder, MASKS)
+        self.masks = PartFile(folder, MASKS)
 
     def names(self, first: Answered) -> list[str]:
         """Raises ConfigError for answers that are no row."""
@@ -127,7 +127,7 @@ class Columns:
             self.masks.done()
 
 
-class Part:
+class PartFile:
     """A file that has its name when it is complete, and not before."""
 
     def __init__(self, folder: Path, name: str):
@@ -139,7 +139,7 @@ class Part:
 
 class CsvWriter:
     def __init__(self, folder: Path, about: About):
-        self.columns, self.place = Columns(about, "csv", folder), Part(folder, f"{FILE}.csv")
+        self.columns, self.place = Columns(about, "csv", folder), PartFile(folder, f"{FILE}.csv")
         self.file = self.place.part.open("w", encoding="utf-8", errors="surrogateescape", newline="")  # names may be any bytes
         self.table = csv.writer(self.file, lineterminator="\n")
         self.begun = False
@@ -159,7 +159,7 @@ class CsvWriter:
 
 class ParquetWriter:
     def __init__(self, folder: Path, about: About):
-        self.columns, self.place = Columns(about, "parquet", folder), Part(folder, f"{FILE}.parquet")
+        self.columns, self.place = Columns(about, "parquet", folder), PartFile(folder, f"{FILE}.parquet")
         self.schema: Any = None
         self.table: Any = None
 

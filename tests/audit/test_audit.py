@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from isobatch import config as configuration
 from isobatch import model as models
-from isobatch.audit import Replay, replay
+from isobatch.audit import ReplayAudit, replay
 from isobatch.audit.shard import Round
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.data import DataInfo
@@ -223,7 +223,7 @@ def test_a_node_leaves_where_there_is_another(monkeypatch: pytest.MonkeyPatch, e
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
 def test_sums_that_nobody_can_look_into_are_refused() -> None:
-    assert "no shard is looked at" in str(Replay(every=5).note(4)) and Replay(every=4).note(4) is None
+    assert "no shard is looked at" in str(ReplayAudit(every=5).note(4)) and ReplayAudit(every=4).note(4) is None
     with pytest.raises(ConfigError, match=r"audit.name=replay: compares shards by their bits.*set reduction=exact"):
         configuration.load(plain(*BASE, "steps=1", "audit=replay"))
     for word in ("audit.every=0", "audit.on_mismatch=ignore"):

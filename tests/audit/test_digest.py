@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from isobatch.audit import digest
-from isobatch.audit.judge import Result, Suspects, judge
+from isobatch.audit.judge import RankDigests, Suspects, judge
 from isobatch.precision.scaling import LossScaler
 from isobatch.train.state import TrainState
 
@@ -27,11 +27,11 @@ GOOD, BAD, WORSE = (1, 2, 3), (1, 5, 3), (1, 6, 7)
     ],
 )
 def test_who_is_off(results: list, suspects: Suspects | None) -> None:
-    assert judge([Result(rank, digests) for rank, digests in results]) == suspects
+    assert judge([RankDigests(rank, digests) for rank, digests in results]) == suspects
 
 
 def test_the_order_in_which_things_follow_from_one_another_tells_the_first() -> None:
-    found = judge([Result(0, (1, 2, 3)), Result(1, (9, 8, 3)), Result(2, (1, 2, 3))], [2, 1, 0])
+    found = judge([RankDigests(0, (1, 2, 3)), RankDigests(1, (9, 8, 3)), RankDigests(2, (1, 2, 3))], [2, 1, 0])
     assert found == Suspects((1,), True, (1, 0))
 
 

@@ -230,13 +230,13 @@ def test_a_job_that_promises_nothing_ends_on_every_rank(tmp_path: Path, monkeypa
     assert list(load_study({"study": "s", "storage": where}).trials[2].intermediate_values) == [2, 4]
     assert rows(tmp_path / "2", "eval/accuracy").__len__() == 2 and (tmp_path / "2" / "checkpoints" / "last").exists()
     if ranks == 1:
-        monkeypatch.setattr(study.Trial, "worth_going_on", lambda self, result: 1 / 0)
+        monkeypatch.setattr(study.StudyTrial, "worth_going_on", lambda self, result: 1 / 0)
         train(tmp_path / "apart", *words)  # of no search: its folder is no number
         assert summary(tmp_path / "apart")["state"] == "completed"
 
 
 def test_a_study_out_of_reach_prunes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    trial = object.__new__(study.Trial)
+    trial = object.__new__(study.StudyTrial)
     trial.objective, trial.known, trial.trial = None, set(), None  # type: ignore[assignment]
     assert trial.worth_going_on({"step": 3, "eval/accuracy": 0.5}) and "cannot be reached" in caplog.text
 

@@ -296,3 +296,13 @@ def test_the_names_in_a_run_folder_are_spelled_in_one_place() -> None:
             spelled = {node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)
                        and isinstance(node.value, str)}  # fmt: skip
             assert not spelled & names, path
+
+
+def test_a_class_has_its_name_for_itself() -> None:
+    """Two of one name are told apart by nobody who reads a signature."""
+    found: dict[str, list[Path]] = {}
+    for path in MODULES:
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

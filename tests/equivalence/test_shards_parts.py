@@ -137,11 +137,11 @@ def test_what_may_share_a_forward(words: tuple[str, ...], of: str, said: str | N
     """`decide` with the trial's answer given."""
     from isobatch.batch_plan import BatchPlan, resolve_batch
     from isobatch.runtime.distributed import Ranks
-    from isobatch.shards.trial import Found
+    from isobatch.shards.trial import Findings
 
     config = load(job(of, 48, *words))
     batch = resolve_batch(config.batch.effective, config.batch.micro, None, 1, config.batch.shard)
-    monkeypatch.setattr(sharing, "_tried", lambda *_: Found(None, of != "quiet"))
+    monkeypatch.setattr(sharing, "_tried", lambda *_: Findings(None, of != "quiet"))
     found = sharing.decide(config, Drawing(1, 10), None, BatchPlan(batch, 77), Ranks(), torch.device("cpu"))
     assert (said in found.note) if said else found.note is None
     assert found.at_once == (1 if said or "batch.shard=null" in words else 6)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.shards.layout import Layout
-from isobatch.shards.trial import Found, examine, known
+from isobatch.shards.trial import Findings, examine, known
 
 CPU = torch.device("cpu")
 KINDS = [Layout((4, 4, 4)), Layout((4, 3, 3)), Layout((2,) * 7), Layout((4, 4), False)]
@@ -105,8 +105,10 @@ def test_an_output_for_all_samples_together_is_named() -> None:
 
 def test_well_known_layers_need_no_trial() -> None:
     plain = nn.Sequential(nn.Flatten(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
-    assert known(plain) == Found(None, False)
-    assert known(nn.Sequential(plain, nn.BatchNorm1d(3))) == known(nn.Sequential(nn.Dropout(0.1), plain)) == Found(None, True)
+    assert known(plain) == Findings(None, False)
+    assert (
+        known(nn.Sequential(plain, nn.BatchNorm1d(3))) == known(nn.Sequential(nn.Dropout(0.1), plain)) == Findings(None, True)
+    )
     assert known(nn.Sequential(plain, Counting(3))) is None
     assert known(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), plain)) is None
     plain[1].register_forward_hook(lambda module, args, output: output - output.mean(0))

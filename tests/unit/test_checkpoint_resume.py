@@ -257,12 +257,12 @@ def test_a_final_state_that_cannot_be_saved_fails_the_run(tmp_path: Path, monkey
     import errno
     import os
 
-    from isobatch.checkpoint.folder import Folder
+    from isobatch.checkpoint.folder import CheckpointFolder
 
     def full(self, *args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Folder, "publish", full)
+    monkeypatch.setattr(CheckpointFolder, "publish", full)
     with pytest.raises(JobFailed, match="checkpoint of step 9 is not saved: No space left on device"):
         train(tmp_path, *RICH)
     found = summary(tmp_path)

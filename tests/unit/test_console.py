@@ -15,7 +15,7 @@ from isobatch.console import Console, make_console
 from isobatch.console import plain as plain_module
 from isobatch.console.live import LiveConsole
 from isobatch.console.plain import PlainConsole
-from isobatch.console.text import Pace, duration, facts, number
+from isobatch.console.text import Remaining, duration, facts, number
 
 VIEW = {"effective batch": "48 = 3 shards", "parallel": "one process on cpu"}
 LOOK = ["wandb sync /somewhere/wandb/offline-run-1"]
@@ -171,6 +171,6 @@ def test_numbers_a_person_reads() -> None:
     assert [duration(s) for s in (0.4, 59.6, 3599, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
     assert [number(x) for x in (0.0, 0.1234, 12.345, 1e-5, 123456.0, 1234)] == [
         "0", "0.1234", "12.3", "1.00e-05", "1.23e+05", "1,234"]  # fmt: skip
-    pace = Pace(100)
+    pace = Remaining(100)
     pace.begin(40, 10.0)
     assert pace.left(41, 11.0) == "" and pace.left(50, 30.0) == "1:40 left"

@@ -15,7 +15,7 @@ from isobatch.config import load, options
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
 from isobatch.model import freezing
-from isobatch.optimizer import Timm
+from isobatch.optimizer import TimmOptimizer
 from isobatch.train.batch_norm import learns
 
 IMAGES = DataInfo("images", (3, 32, 32), 10)
@@ -75,7 +75,7 @@ def test_the_backbone_is_all_but_the_classifier(arch: str, head: str) -> None:
     assert not learns(model)
     small = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert freezing.describe(model).startswith(f"{small:,} of ")
-    groups = Timm(opt="adamw", lr=1.0, layer_decay=0.5).build(model, 8).param_groups
+    groups = TimmOptimizer(opt="adamw", lr=1.0, layer_decay=0.5).build(model, 8).param_groups
     assert sum(p.numel() for group in groups for p in group["params"]) == small and max(g["lr"] for g in groups) == 1.0
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isobatch.config import load, options
 from isobatch.errors import ConfigError
-from isobatch.optimizer import Timm
+from isobatch.optimizer import TimmOptimizer
 from isobatch.runtime.timm_import import timm
 
 WORDS = ("logger=none", "threads=1", "data=digits", "model=mlp", "model.width=8", "model.depth=1", "epochs=null", "steps=4",
@@ -111,7 +111,7 @@ def test_two_words_for_one_thing_are_refused() -> None:
 def groups_of(**node: Any) -> dict[str, dict[str, Any]]:
     """Parameter's name -> its group's options."""
     model = timm.create_model("test_vit", num_classes=3)
-    optimizer = Timm(**{"opt": "sgd", "lr": 0.5, "weight_decay": 0.1, **node}).build(model, 10)
+    optimizer = TimmOptimizer(**{"opt": "sgd", "lr": 0.5, "weight_decay": 0.1, **node}).build(model, 10)
     names = {id(p): name for name, p in model.named_parameters()}
     return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
 

@@ -12,7 +12,7 @@ import torch
 from timm.optim import create_optimizer_v2
 
 from isobatch.errors import ConfigError
-from isobatch.optimizer import OF_TORCH, Timm
+from isobatch.optimizer import OF_TORCH, TimmOptimizer
 
 
 def described(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> tuple[type, list[dict[str, Any]]]:
@@ -29,7 +29,7 @@ def described(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> tuple
 def test_what_is_made_here_is_what_timm_makes(opt: str, weight_decay: float) -> None:
     model = timm.create_model("test_vit", num_classes=3)  # pos_embed and cls_token: named in no_weight_decay()
     kwargs = {"betas": (0.8, 0.9)} if "adam" in opt else {"dampening": 0.0}
-    ours = Timm(opt=opt, lr=0.1, weight_decay=weight_decay, momentum=0.7, kwargs=kwargs).build(model, 48)
+    ours = TimmOptimizer(opt=opt, lr=0.1, weight_decay=weight_decay, momentum=0.7, kwargs=kwargs).build(model, 48)
     theirs = create_optimizer_v2(model, opt, lr=0.1, weight_decay=weight_decay, momentum=0.7, fused=True, **kwargs)
     assert described(ours, model) == described(theirs, model)
     assert len(ours.param_groups) == (2 if weight_decay else 1)
@@ -38,7 +38,7 @@ def test_what_is_made_here_is_what_timm_makes(opt: str, weight_decay: float) -> 
 @pytest.mark.parametrize("opt", ["adamw", "lamb"])
 def test_decay_on_norms_and_biases_on_request(opt: str) -> None:
     model = timm.create_model("test_vit", num_classes=3)
-    made = Timm(opt=opt, weight_decay=0.1, decay_norms_and_biases=True).build(model, 48)
+    made = TimmOptimizer(opt=opt, weight_decay=0.1, decay_norms_and_biases=True).build(model, 48)
     (_, (free, decayed)) = described(made, model)
     assert free["weight_decay"] == 0 and set(free["params"]) == {"cls_token", "pos_embed"}
     assert "head.bias" in decayed["params"] and decayed["weight_decay"] == 0.1
@@ -47,17 +47,17 @@ def test_decay_on_norms_and_biases_on_request(opt: str) -> None:
 def test_frozen_parameters_are_left_out_and_none_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    (group,) = Timm(opt="sgd").build(model, 4).param_groups
+    (group,) = TimmOptimizer(opt="sgd").build(model, 4).param_groups
     assert group["params"] == list(model[1].parameters())
     with pytest.raises(ConfigError, match="no trainable parameter"):
-        Timm(opt="sgd").build(model.requires_grad_(False), 4)
+        TimmOptimizer(opt="sgd").build(model.requires_grad_(False), 4)
     with pytest.raises(ConfigError, match="has no such optimizer; try adamw"):
-        Timm(opt="adamww").build(model.requires_grad_(True), 4)
+        TimmOptimizer(opt="adamww").build(model.requires_grad_(True), 4)
 
 
 def test_layer_decay_scales_the_rate_from_the_head_down() -> None:
     model = timm.create_model("test_vit", num_classes=3)
-    rates = {group["lr"] for group in Timm(opt="adamw", lr=1.0, layer_decay=0.5).build(model, 48).param_groups}
+    rates = {group["lr"] for group in TimmOptimizer(opt="adamw", lr=1.0, layer_decay=0.5).build(model, 48).param_groups}
     assert max(rates) == 1.0 and 0.5 in rates and 0.25 in rates
 
 

@@ -11,7 +11,7 @@ import torch
 from harness import summary, train
 
 from isobatch.errors import ConfigError, JobFailed, Stopped
-from isobatch.launch.outcome import BLANK, Folder, Outcome, RankFailed, cause
+from isobatch.launch.outcome import BLANK, Outcome, RankFailed, RunFolder, cause
 from isobatch.planner.trial import in_words
 from isobatch.run_folder.files import RunFiles
 
@@ -54,18 +54,18 @@ def written(folder: Path) -> dict[str, object]:
 
 
 def test_a_missing_summary_is_written_and_the_log_has_the_reason(tmp_path: Path) -> None:
-    Folder(tmp_path).settle(Outcome("failed", line="rank 1 was killed", trace="stack"))
+    RunFolder(tmp_path).settle(Outcome("failed", line="rank 1 was killed", trace="stack"))
     assert written(tmp_path) == {**BLANK, "state": "failed", "error": "rank 1 was killed"}
     assert (tmp_path / "train.log").read_text() == "stack\nisobatch: rank 1 was killed\n"
 
 
 def test_a_folder_that_is_gone_does_not_hide_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    Folder(tmp_path / "gone").settle(Outcome("failed", line="the reason"))
+    RunFolder(tmp_path / "gone").settle(Outcome("failed", line="the reason"))
     assert "gone cannot be written (No such file or directory)" in caplog.text
 
 
 def test_a_summary_of_this_run_is_kept_and_only_its_wrong_cause_corrected(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({"state": "failed", "steps": 7, "error": "connection closed"}))
     folder.settle(Outcome("failed", line="mine", rank=0))
     assert written(tmp_path)["error"] == "connection closed"
@@ -76,9 +76,9 @@ def test_a_summary_of_this_run_is_kept_and_only_its_wrong_cause_corrected(tmp_pa
 def test_a_summary_of_an_earlier_run_does_not_hide_a_failure_but_survives_a_refusal(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"state": "completed"}))
     os.utime(tmp_path / "summary.json", ns=(1, 1))
-    Folder(tmp_path).settle(Outcome("refused", line="x=1: no; y"))
+    RunFolder(tmp_path).settle(Outcome("refused", line="x=1: no; y"))
     assert written(tmp_path) == {"state": "completed"}
-    Folder(tmp_path).settle(Outcome("failed", line="killed"))
+    RunFolder(tmp_path).settle(Outcome("failed", line="killed"))
     assert written(tmp_path)["state"] == "failed"
 
 

@@ -18,7 +18,7 @@ from isobatch.batch_plan import Batch, resolve_batch
 from isobatch.config import load
 from isobatch.parallel.wire import WholeGradients
 from isobatch.planner import cost, estimate, micro
-from isobatch.planner.estimate import MB, Saved
+from isobatch.planner.estimate import MB, SavedTensor
 from isobatch.planner.preview import AbsentRanks, preview, world
 from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.run import Run
@@ -61,7 +61,7 @@ def test_the_estimate_is_what_the_tensors_hold(tmp_path: Path, monkeypatch, mode
     copies: list[int] = []
     real = estimate.peak
 
-    def without_copies(saved: list[Saved], *rest: object) -> int:
+    def without_copies(saved: list[SavedTensor], *rest: object) -> int:
         found = real([s._replace(scratch=0) for s in saved], *rest)
         copies.append(real(saved, *rest) - found)
         assert 0 <= copies[-1] <= max(s.scratch for s in saved)
@@ -105,14 +105,14 @@ def test_what_tensors_hold_is_counted_once_and_until_they_end() -> None:
 
 
 def test_the_peak_of_a_backward_worked_out_by_hand() -> None:
-    saved = [Saved(100, 0), Saved(0, 8), Saved(60, 0), Saved(0, 2)]
+    saved = [SavedTensor(100, 0), SavedTensor(0, 8), SavedTensor(60, 0), SavedTensor(0, 2)]
     # after the forward 160 + the last window's 10; at the end of backward step 3: 160 + 60 flowing + 2 = 222;
     # step 2: 160 + 60 + 2 = 222; step 1: 100 + (100 + 60) + 10 = 270; step 0: 100 + 100 + 10
     assert estimate.peak(saved, 10, all_gradients=False) == 270
     # with accumulation the old gradient is there beside each new one: step 1 has 100 + 160 + 10 + 8
     assert estimate.peak(saved, 10, all_gradients=True) == 278
-    assert estimate.peak([Saved(100, 0), Saved(0, 8, 8), Saved(60, 0)], 10, all_gradients=True) == 286
-    assert estimate.peak([Saved(5, 0)], 1000, all_gradients=False) == 1005
+    assert estimate.peak([SavedTensor(100, 0), SavedTensor(0, 8, 8), SavedTensor(60, 0)], 10, all_gradients=True) == 286
+    assert estimate.peak([SavedTensor(5, 0)], 1000, all_gradients=False) == 1005
 
 
 def test_resident_memory_by_optimizer_and_precision() -> None:
@@ -166,7 +166,7 @@ def test_with_a_stated_shard_the_micro_batches_that_matter_all_cut_the_same(repl
 
 @pytest.mark.parametrize("limit", range(50))
 def test_bisection_finds_the_largest_that_fits(limit: int) -> None:
-    search = micro.Search.__new__(micro.Search)
+    search = micro.MicroSearch.__new__(micro.MicroSearch)
     batches, asked = micro.candidates(48, None, 1), []
     search._fits = lambda batch: asked.append(batch.micro) or batch.micro <= limit  # type: ignore[method-assign]
     assert search.first_that_fits(batches) == sum(batch.micro > limit for batch in batches)

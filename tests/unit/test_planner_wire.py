@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from isobatch.batch_plan import Batch
 from isobatch.config import load
-from isobatch.parallel.wire import Parts, Ring, WholeGradients
+from isobatch.parallel.wire import Ring, WeightsInParts, WholeGradients
 from isobatch.planner import cost
 from isobatch.runtime.distributed import Ranks
 from isobatch.train import loop
@@ -31,7 +31,7 @@ def test_a_window_of_parts_worked_out_by_hand() -> None:
     # 4 replicas: 3 messages of a quarter. 1 GB in 5 pieces at 2 GB/s: 3 (0.125 + 5 x 50 us); 0.8 GB in 4: 3 (0.1 + 4 x 50 us)
     gather, again = 0.37575, 0.3006
     reduce = gather
-    wire = Parts(GB, GB, 5, 8 * GB // 10, 4)
+    wire = WeightsInParts(GB, GB, 5, 8 * GB // 10, 4)
     first, last = wire.window(4, 2)
     assert first == last and first.forward == (Ring(GB, 4, 5),)
     assert cost.seconds(NETWORK, first.forward) == pytest.approx(gather)
@@ -41,11 +41,13 @@ def test_a_window_of_parts_worked_out_by_hand() -> None:
     # eight micro steps on one replica's worth each, four times the samples: 1.0521 s instead of 0.4 s
     assert row.grown == pytest.approx(0.4 / 1.0521) and row.efficiency == pytest.approx(3.2 / (4 * 2.1042))
     # gradients once a window: the first backward sends 0.3006 s, of which it hides 0.3
-    assert update_s(Parts(GB, GB, 5, 8 * GB // 10, 4, every_reduce=False)) == pytest.approx(2 * gather + 2 * again + reduce)
+    assert update_s(WeightsInParts(GB, GB, 5, 8 * GB // 10, 4, every_reduce=False)) == pytest.approx(
+        2 * gather + 2 * again + reduce
+    )
     # not again for the backward: it takes what is larger, its own 0.3 s or the 0.37575 s of the gradients
-    assert update_s(Parts(GB, GB, 5)) == pytest.approx(2 * gather + 2 * reduce)
+    assert update_s(WeightsInParts(GB, GB, 5)) == pytest.approx(2 * gather + 2 * reduce)
     # whole over the window: gathered beside the first forward, reduced beside the last backward
-    kept = Parts(GB, GB, 5, every_gather=False, every_reduce=False)
+    kept = WeightsInParts(GB, GB, 5, every_gather=False, every_reduce=False)
     assert update_s(kept) == pytest.approx(gather + 0.3 + 0.1 + reduce)
     sent = [sum((r.ranks - 1) * r.nbytes / r.ranks for e in w.window(4, 2) for rings in e for r in rings)
             for w in (kept, WholeGradients(GB))]  # fmt: skip
@@ -54,12 +56,12 @@ def test_a_window_of_parts_worked_out_by_hand() -> None:
 
 
 def test_copies_of_parts_worked_out_by_hand() -> None:
-    wire = Parts(GB, GB, 5, shard_size=2)
+    wire = WeightsInParts(GB, GB, 5, shard_size=2)
     (exchange,) = wire.window(4, 1)
     # two parts: one message of 0.5 GB (0.25 s); then half of the gradients over two copies: twice one message of 0.25 GB
     assert cost.seconds(NETWORK, exchange.forward) == pytest.approx(0.25 + 5 * 50e-6)
     assert cost.seconds(NETWORK, exchange.backward) == pytest.approx(0.25 + 5 * 50e-6 + 2 * (0.125 + 5 * 50e-6))
-    assert wire.window(3, 1)[0].forward == (Ring(GB, 3, 5),) and wire.window(2, 1) == Parts(GB, GB, 5).window(2, 1)
+    assert wire.window(3, 1)[0].forward == (Ring(GB, 3, 5),) and wire.window(2, 1) == WeightsInParts(GB, GB, 5).window(2, 1)
 
 
 class Net(nn.Module):

@@ -19,7 +19,7 @@ from isobatch import data, model, writer
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
 from isobatch.extend.custom import COLLATES
-from isobatch.tasks.predicting import Answers
+from isobatch.tasks.predicting import Predictor
 
 SHORT = ("logger=none", "threads=1", "epochs=null", "steps=1", "batch.effective=4", "scheduler=constant", "data.num_workers=0")
 
@@ -95,7 +95,7 @@ def test_letters_many_classes_and_what_is_no_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_scores_of_every_pixel_travel_only_to_a_writer_that_wants_them(whole: bool) -> None:
-    answers: Any = Answers.__new__(Answers)
+    answers: Any = Predictor.__new__(Predictor)
     answers.config = types.SimpleNamespace(writer=types.SimpleNamespace(whole=whole))
     answers.trained = types.SimpleNamespace(info=DataInfo("x", (3, 2, 2), 3, labels="pixels"))
     answers.ranks, answers.size = types.SimpleNamespace(is_main=False), 2

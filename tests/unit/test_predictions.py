@@ -14,7 +14,7 @@ from PIL import Image
 
 from isobatch import evaluate
 from isobatch.errors import ConfigError
-from isobatch.evaluate import Answers, Classes
+from isobatch.evaluate import Answers, Confusion
 
 FILES = ("predictions.csv", "per_class.csv", "confusion.csv")
 SHORT = (*BASE, "epochs=null", "steps=20", "batch.effective=32", "batch.micro=7", "batch.shard=null")
@@ -114,14 +114,14 @@ def test_many_classes_few_samples_and_names_of_any_script(tmp_path: Path) -> Non
     answers = Answers(4, torch.device("cpu"))
     logits = torch.eye(3)[[0, 1, 1, 1]] * 5
     answers.take(0, logits, logits.argmax(1), torch.tensor([0, 1, 1, 0]))
-    classes = Classes(answers.counts(3), ["\u732b", "$x_1$", "c"])
+    classes = Confusion(answers.counts(3), ["\u732b", "$x_1$", "c"])
     assert [row["recall"] for row in classes.rows()] == [0.5, 1.0, None]
     assert [row["precision"] for row in classes.rows()] == [1.0, 2 / 3, None]
     assert classes.means()["eval/balanced_accuracy"] == 0.75
     assert classes.confused() == [{"label": "\u732b", "prediction": "$x_1$", "count": 1, "share": 0.5}]
     written = evaluate.write(tmp_path, answers, classes, None, {})
     assert [path.name for path in written][-1] == "confusion.png" and written[-1].stat().st_size > 1000
-    many = Classes(answers.counts(1500), [])
+    many = Confusion(answers.counts(1500), [])
     assert [p.name for p in evaluate.write(tmp_path, answers, many, None, {})] == [
         "evaluation.json", "predictions.csv", "per_class.csv"]  # fmt: skip
 

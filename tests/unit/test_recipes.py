@@ -17,7 +17,7 @@ from PIL import Image
 from isobatch import checkpoint
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import conf_folder, load
-from isobatch.optimizer import Timm
+from isobatch.optimizer import TimmOptimizer
 from isobatch.run import run_job
 from isobatch.runtime.distributed import Ranks
 from isobatch.scheduler import Schedule
@@ -142,7 +142,7 @@ def test_layer_decay_reaches_the_input_of_the_finetuned_network() -> None:
     from isobatch.data import DataInfo
 
     model = config.model.build(DataInfo("photos", (3, 32, 32), 3))
-    assert isinstance(config.optimizer, Timm)
+    assert isinstance(config.optimizer, TimmOptimizer)
     names = {p: name for name, p in model.named_parameters()}
     rates = {names[p]: group["lr"] for group in config.optimizer.build(model, 64).param_groups for p in group["params"]}
     assert rates["head.fc.weight"] == pytest.approx(2e-4) and rates["stem.0.weight"] < 0.75**2 * 2e-4

@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from isobatch.report import compare, print_verdicts, read_runs
-from isobatch.report.distance import Difference, weight_distance
+from isobatch.report.distance import Distance, weight_distance
 
 NAN = float("nan")
 
@@ -28,7 +28,7 @@ def write_weighed(folder: Path, losses: list[float], weight: float, digest: str,
     return folder
 
 
-def differences(folder: Path) -> list[Difference]:
+def differences(folder: Path) -> list[Distance]:
     return [run.difference for run in read_runs([folder])]
 
 

@@ -11,7 +11,7 @@ import pytest
 from report_runs import write_run
 from rich.console import Console
 
-from isobatch.report import Comparison, write_report
+from isobatch.report import Leaderboard, write_report
 from isobatch.report.leaderboard import constant
 from isobatch.report.read import direction
 
@@ -26,7 +26,7 @@ def swept(root: Path, count: int = 4, **summaries: Any) -> None:
                   overrides=[f"optimizer.lr={lr}", f"accumulation={steps}", "logger=none"])  # fmt: skip
 
 
-def report(root: Path, width: int = 80) -> tuple[Comparison, str, str]:
+def report(root: Path, width: int = 80) -> tuple[Leaderboard, str, str]:
     """(comparison, terminal, page)."""
     console = Console(file=io.StringIO(), width=width)
     comparison = write_report([root], root, console)
@@ -125,10 +125,10 @@ def test_other_tasks_are_listed_and_not_ranked(tmp_path: Path) -> None:
 
 
 def test_a_task_that_trains_nothing_leaves_a_summary_too(tmp_path: Path) -> None:
-    from isobatch.launch.outcome import Folder, Outcome
+    from isobatch.launch.outcome import Outcome, RunFolder
 
-    Folder(tmp_path).settle(Outcome("done"))
+    RunFolder(tmp_path).settle(Outcome("done"))
     assert json.loads((tmp_path / "summary.json").read_text())["state"] == "completed"
     (tmp_path / "summary.json").write_text('{"state": "completed", "steps": 3}')
-    Folder(tmp_path).settle(Outcome("done"))
+    RunFolder(tmp_path).settle(Outcome("done"))
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3

@@ -23,7 +23,7 @@ from isobatch import run, sweeps
 from isobatch.checkpoint import archive, reading
 from isobatch.checkpoint.folder import Damaged
 from isobatch.errors import ConfigError
-from isobatch.launch.outcome import Folder
+from isobatch.launch.outcome import RunFolder
 from isobatch.logger import job_facts
 from isobatch.report import read_runs
 from isobatch.report.scan import Scan
@@ -86,7 +86,7 @@ def readers(folder: Path) -> dict[str, Callable[[], Any]]:
         "report": lambda: tabulate(read_runs([folder])),
         "job facts": lambda: job_facts.read(folder),
         "sweep run again": lambda: sweeps.earlier(config, folder),
-        "launcher": lambda: Folder(folder)._read(),
+        "launcher": lambda: RunFolder(folder)._read(),
         "config": lambda: usable(folder, "config.yaml"),
         "completed": files.completed,
         "metrics of a restart": lambda: files.resume_metrics(3),

@@ -16,7 +16,7 @@ from torch.optim import optimizer
 from isobatch.cli.command import without_local_rank
 from isobatch.console.streams import Patient
 from isobatch.errors import ConfigError, JobFailed
-from isobatch.launch.outcome import Folder, Outcome, cause
+from isobatch.launch.outcome import Outcome, RunFolder, cause
 from isobatch.launch.schedulers import first_node, join
 from isobatch.planner.hooks import without_global_hooks
 from isobatch.run_folder.files import write_json
@@ -150,7 +150,7 @@ def test_a_lost_connection_is_never_the_cause() -> None:
     (Outcome("refused", line="a=1: b; c"), "failed"), (Outcome("failed", line="rank 1: x", rank=1), "failed"),
 ])  # fmt: skip
 def test_the_summary_says_what_the_launcher_found_out(tmp_path: Path, outcome: Outcome, state: str) -> None:
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     write_json(tmp_path / "summary.json", {"state": "failed", "steps": 7, "error": "Connection closed by peer"})
     folder.settle(outcome)
     assert summary(tmp_path) == {"state": state, "steps": 7, "error": outcome.line}

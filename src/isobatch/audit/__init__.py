@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ON_MISMATCH = ("stop", "warn", "exclude")
 
 
-class Choices(Protocol):
+class Audited(Protocol):
     """The choices of the other groups (the config), as far as an audit may refuse them."""
 
     @property
@@ -48,7 +48,7 @@ class NoAudit:
 
         return Chain(self.state) if isinstance(self.state, int) else Chain(evaluations=exact and self.state is not None)
 
-    def check_with(self, config: Choices) -> None:
+    def check_with(self, config: Audited) -> None:
         """Refuse what cannot be done together with the choices of other groups.
 
         Raises:
@@ -65,7 +65,7 @@ class NoAudit:
 
 
 @dataclass(frozen=True)
-class Replay(NoAudit):
+class ReplayAudit(NoAudit):
     """Every `every` steps each rank computes a shard of another one again, and all compare digests of their state.
 
     Args:
@@ -83,7 +83,7 @@ class Replay(NoAudit):
         positive("audit.every", self.every)
         choice("audit.on_mismatch", self.on_mismatch, ON_MISMATCH)
 
-    def check_with(self, config: Choices) -> None:
+    def check_with(self, config: Audited) -> None:
         if not config.reduction.exact:
             raise ConfigError("audit.name", self.name, "compares shards by their bits, and reduction="
                               f"{config.reduction.name} adds them up before anybody can look",
@@ -98,5 +98,5 @@ class Replay(NoAudit):
         return Audit(self.every, self.on_mismatch, training, generators, withdraw)
 
 
-TABLE: dict[str, Any] = {"none": NoAudit, "replay": Replay}
+TABLE: dict[str, Any] = {"none": NoAudit, "replay": ReplayAudit}
 MARKS = Marks(resume="free")

@@ -15,7 +15,7 @@ from isobatch.run_folder.fingerprint import digest
 LOSS = "the loss"
 
 
-class Result(Protocol):
+class RunOfShard(Protocol):
     """What one run of a shard gave."""
 
     working: nn.Module
@@ -54,7 +54,7 @@ class Diary(AbstractContextManager):
 
 
 @dataclass
-class Difference:
+class OddShard:
     """
     Args:
         forward: the loss or a buffer differs already; then `names` are buffers, else parameters (by their gradient).
@@ -71,7 +71,7 @@ class Difference:
     module: str = ""
     text: str = ""
 
-    def located(self, one: Result, two: Result) -> Difference:
+    def located(self, one: RunOfShard, two: RunOfShard) -> OddShard:
         """With the module that parts first, from two more runs that kept a diary."""
         assert one.diary is not None and two.diary is not None
         if self.forward:
@@ -95,7 +95,7 @@ class Difference:
         return f"{named} is the first module {self.text}"
 
 
-class Apart(NamedTuple):
+class Gap(NamedTuple):
     """Two tensors: their largest distance and the largest value (infinite beside a NaN), values that differ, all values."""
 
     distance: float
@@ -104,7 +104,7 @@ class Apart(NamedTuple):
     size: int
 
 
-def compare(one: Result, two: Result) -> Difference | None:
+def compare(one: RunOfShard, two: RunOfShard) -> OddShard | None:
     """What differs between two runs; None: nothing."""
     forward = {name: pair(value, two.buffers.get(name)) for name, value in one.buffers.items()}
     forward[LOSS] = None if one.loss is None else pair(one.loss, two.loss)
@@ -115,7 +115,7 @@ def compare(one: Result, two: Result) -> Difference | None:
     # a gradient that is nothing but rounding (a bias before a norm) is measured by those that are more
     scale = max((float(g.abs().max()) for g in one.gradients.values() if g.numel()), default=0.0)
     distances = [a.distance / (a.largest or 1.0) for a in early.values()] + [a.distance / (scale or 1.0) for a in late.values()]
-    return Difference(
+    return OddShard(
         bool(early), [name for name in early or late if name != LOSS],
         max((math.inf if math.isnan(d) else d for d in distances), default=0.0),
         {name: (a.changed, a.size) for name, a in (early or late).items()},
@@ -123,18 +123,18 @@ def compare(one: Result, two: Result) -> Difference | None:
     )  # fmt: skip
 
 
-def pair(a: Tensor | None, b: Tensor | None) -> Apart | None:
+def pair(a: Tensor | None, b: Tensor | None) -> Gap | None:
     """None = the same bits. Any NaN is as good as another."""
     if a is None or b is None or a.shape != b.shape:
         size = next(t.numel() for t in (a, b) if t is not None)
-        return Apart(math.inf, math.inf, size, size)
+        return Gap(math.inf, math.inf, size, size)
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     same = (bits(a) == bits(b)) | (a.isnan() & b.isnan())
     if same.all():
         return None
     apart = [float(value.abs().max().nan_to_num(math.inf)) for value in (a.double() - b.double(), a.double())]
-    return Apart(apart[0], apart[1], int((~same).sum()), a.numel())
+    return Gap(apart[0], apart[1], int((~same).sum()), a.numel())
 
 
 def bits(tensor: Tensor) -> Tensor:

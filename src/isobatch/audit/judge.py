@@ -22,14 +22,14 @@ class Suspects:
 
 
 @dataclass(frozen=True)
-class Result:
+class RankDigests:
     """What a rank has: digests of things in their order."""
 
     rank: int
     digests: tuple[int, ...]
 
 
-def judge(results: Sequence[Result], order: Sequence[int] = ()) -> Suspects | None:
+def judge(results: Sequence[RankDigests], order: Sequence[int] = ()) -> Suspects | None:
     """Several results for one and the same thing; None if all agree.
 
     What more than half of them say is right, and who has ever said something else is off (a fault that passes differs once

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from isobatch.audit.diagnosis import Diary, Difference, compare, way_out
+from isobatch.audit.diagnosis import Diary, OddShard, compare, way_out
 from isobatch.errors import JobFailed
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import ShardSeeder, isolated_generators
@@ -83,7 +83,7 @@ class Repeat:
         if self.ranks.is_main:
             log.warning("%s; sweep.tolerance allows as much", line)
 
-    def _verdict(self, told: list[Difference | None], data: WindowData) -> tuple[str, float]:
+    def _verdict(self, told: list[OddShard | None], data: WindowData) -> tuple[str, float]:
         """(line for a person, largest distance), of all that the ranks found."""
         rank, found = next((rank, found) for rank, found in enumerate(told) if found is not None)
         where = f" on rank {rank}" if self.ranks.world_size > 1 else ""
@@ -92,11 +92,11 @@ class Repeat:
         return line, max(found.distance for found in told if found is not None)
 
     def _run(self, state: TrainState, parts: Parts, data: WindowData, first: MicroBatch | None, byte: int,
-             diary: Diary | None = None) -> Kept:  # fmt: skip
+             diary: Diary | None = None) -> KeptShard:  # fmt: skip
         """Loss, gradients and buffers of the first shard, after which everything is as before."""
         stir(parts.device, byte)
         with unchanged(state, parts, self.generators), parts.reducer.aside(first), diary or nullcontext():
-            kept = Kept(parts, diary)
+            kept = KeptShard(parts, diary)
             if first is not None:
                 inputs, targets = tree_map_only(Tensor, Tensor.clone, (first.inputs, first.targets))
                 alone = replace(first, inputs=inputs, targets=targets, is_first=True, is_last=True)
@@ -108,7 +108,7 @@ class Repeat:
         return kept
 
 
-class Kept:
+class KeptShard:
     """Stands in for the reducer of one shard, and keeps what that shard gives."""
 
     def __init__(self, parts: Parts, diary: Diary | None):

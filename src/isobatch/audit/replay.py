@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from isobatch.audit import digest
-from isobatch.audit.judge import Accusation, Result, judge
+from isobatch.audit.judge import Accusation, RankDigests, judge
 from isobatch.audit.repeat import unchanged
 from isobatch.audit.shard import EARLY, Aside, Round, ShardDigests
 from isobatch.errors import JobFailed
@@ -157,12 +157,12 @@ class Audit:
         rank, shard, auditor = self.ranks.rank, due.shard_of(owner), due.auditor_of(owner)
         others = [r for r in range(self.ranks.world_size) if r not in (owner, auditor)]
         judges = others[:1] or [owner, auditor]  # one process computes it twice more
-        results = [Result(rank, tuple(own))] if rank == owner else []
-        results += [Result(rank, tuple(again))] if rank == auditor else []
+        results = [RankDigests(rank, tuple(own))] if rank == owner else []
+        results += [RankDigests(rank, tuple(again))] if rank == auditor else []
         for one in judges:
             if rank == one:
                 digests, order = self._compute(due.window, shard)
-                results.append(Result(rank, tuple(digests)))
+                results.append(RankDigests(rank, tuple(digests)))
         told = self.ranks.gather_objects((results, order))
         found = None
         if told is not None:
@@ -200,7 +200,7 @@ class Audit:
             self._tell(None, self._judged_states(mine))
 
     def _judged_states(self, mine: list[int]) -> Accusation | None:
-        told = self.ranks.gather_objects(Result(self.ranks.rank, tuple(mine)))
+        told = self.ranks.gather_objects(RankDigests(self.ranks.rank, tuple(mine)))
         found = None
         if told is not None and (suspects := judge(told)):
             found = Accusation(suspects, "", self.before.names[suspects.apart[0]])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Hook = Callable[["TrainState", "Parts", Iterator["WindowData"]], Iterator["WindowData"]]
 
 
-class Shards(Protocol):
+class ShardSource(Protocol):
     """Where an auditor finds another rank's shard."""
 
     def alone(self, window: Window, shard: int) -> MicroBatch: ...
@@ -39,7 +39,7 @@ class Training(Protocol):
     def ranks(self) -> Ranks: ...
 
     @property
-    def feed(self) -> Shards: ...
+    def feed(self) -> ShardSource: ...
 
     @property
     def checkpointer(self) -> Any: ...

@@ -76,7 +76,7 @@ class HashedFile:
         return {"bytes": self.size, "sha256": self.hash.hexdigest()}
 
 
-class Folder:
+class CheckpointFolder:
     """The writing side; one process writes."""
 
     def __init__(self, path: Path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.checkpoint.best import Leaders
-from isobatch.checkpoint.folder import STATE, WEIGHTS, Damaged, Folder, HashedFile, fsync_folder, link_or_copy, verify
+from isobatch.checkpoint.folder import STATE, WEIGHTS, CheckpointFolder, Damaged, HashedFile, fsync_folder, link_or_copy, verify
 from isobatch.errors import JobFailed
 from isobatch.resume.signature import Signature
 from isobatch.run_folder import layout
@@ -26,7 +26,7 @@ ROUND_S = 0.5  # seconds that ranks wait for the one that writes before they ask
 SAVE_NOW = 1 << 16  # what `request` asks the ranks to agree on; above every signal number
 
 
-class Rules(Protocol):
+class SavingRules(Protocol):
     """When to save, what to keep, and which evaluation is the best (Checkpoint, the options)."""
 
     @property
@@ -61,9 +61,9 @@ class Checkpointer:
         enabled: False = save nothing.
     """
 
-    def __init__(self, options: Rules, run_dir: Path, ranks: Ranks, about: dict[str, Any], enabled: bool = True):
+    def __init__(self, options: SavingRules, run_dir: Path, ranks: Ranks, about: dict[str, Any], enabled: bool = True):
         self.options, self.ranks, self.about, self.enabled = options, ranks, about, enabled
-        self.folder = Folder(run_dir / layout.CHECKPOINTS)
+        self.folder = CheckpointFolder(run_dir / layout.CHECKPOINTS)
         self.leaders = Leaders(options)
         self.allowed = True
         self.thread: threading.Thread | None = None

@@ -34,7 +34,7 @@ class Parting:
 
 
 @dataclass
-class Rows:
+class RowComparison:
     """What two runs logged, compared.
 
     common: rows that both have; only_first, only_other: rows of one alone (other lengths, other log_every).
@@ -49,9 +49,9 @@ class Rows:
     largest: dict[str, float] = field(default_factory=dict)
 
 
-def compare_rows(first: Path, other: Path) -> Rows:
+def compare_rows(first: Path, other: Path) -> RowComparison:
     """Both files in one pass; memory does not grow with them."""
-    result = Rows()
+    result = RowComparison()
     here, there = _ordered(first), _ordered(other)
     a, b = next(here, None), next(there, None)
     while a is not None or b is not None:
@@ -68,7 +68,7 @@ def compare_rows(first: Path, other: Path) -> Rows:
     return result
 
 
-def _compare(step: int, here: dict[str, Any], there: dict[str, Any], result: Rows) -> None:
+def _compare(step: int, here: dict[str, Any], there: dict[str, Any], result: RowComparison) -> None:
     for key, value in here.items():
         if key in MEASURED_KEYS or key.startswith(MEASURED) or key not in there or same(value, there[key]):
             continue

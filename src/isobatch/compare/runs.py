@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isobatch.compare.rows import Parting, Rows, compare_rows, same
+from isobatch.compare.rows import Parting, RowComparison, compare_rows, same
 from isobatch.config import flat
 from isobatch.report.distance import WEIGHTS_FILE
 from isobatch.report.read import _mapping as read_mapping
@@ -44,7 +44,7 @@ class Comparison:
     plan: list[Change]
     identity: list[Change]
     data: list[Change]
-    rows: Rows
+    rows: RowComparison
     weights: bool | None
     tensors: dict[str, float]
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from isobatch.console import Console
 from isobatch.console.plain import evaluation_line, look_lines, plan_lines, result_lines, shows_result, table_lines
-from isobatch.console.text import Pace, compared, facts, metrics_of, name_of, progress, relative, to_log
+from isobatch.console.text import Remaining, compared, facts, metrics_of, name_of, progress, relative, to_log
 from isobatch.run_folder import layout
 
 REFRESH_PER_S = 4  # each takes the training about a millisecond of Python, so no more than a person can follow
@@ -33,7 +33,7 @@ class LiveConsole(Console):
         self.total, self.epochs = total_steps, -((ahead - total_steps) // steps_per_epoch)
         self.now = self.epoch = 0
         self.row: Mapping[str, Any] = {}
-        self._pace = Pace(total_steps)
+        self._pace = Remaining(total_steps)
         self._out = RichConsole(highlight=False)
         self.noun = ""  # what is counted, where it is no steps
         self._live: Live | None = None

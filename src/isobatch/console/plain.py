@@ -8,7 +8,7 @@ from typing import Any
 
 from isobatch.console import Console
 from isobatch.console.text import (
-    Pace,
+    Remaining,
     columns,
     compared,
     facts,
@@ -29,7 +29,7 @@ class PlainConsole(Console):
     def __init__(self, total_steps: int, steps_per_epoch: int, ahead: int = 0):
         self.total, self.per_epoch = total_steps, steps_per_epoch
         self.epochs = -((ahead - total_steps) // steps_per_epoch)
-        self._pace = Pace(total_steps)
+        self._pace = Remaining(total_steps)
         self._said = 0.0
         self._last_said = True
 

@@ -132,7 +132,7 @@ def progress(row: Mapping[str, Any]) -> dict[str, str]:
     return {**parts, "rate": rate(row.get("perf/samples_per_s"))}
 
 
-class Pace:
+class Remaining:
     """Seconds left, from the pace so far: evaluations and checkpoints count, since they will come again."""
 
     def __init__(self, total: int) -> None:

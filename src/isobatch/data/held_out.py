@@ -89,7 +89,7 @@ class HeldOut:
         return train, held
 
 
-class Part:
+class SomeSamples:
     """Some samples of a dataset, as a dataset.
 
     Args:

@@ -110,7 +110,7 @@ class ImageFolder(ImageFileOptions):
 
 
 @dataclass
-class Found:
+class FoundImages:
     """What stands below the class folders of one split.
 
     Args:
@@ -140,7 +140,7 @@ class Found:
         return lines
 
 
-def walked(folder: Path, seen: set[tuple[int, int]], found: Found) -> Iterator[str]:
+def walked(folder: Path, seen: set[tuple[int, int]], found: FoundImages) -> Iterator[str]:
     """Paths of the image files below `folder`, in no particular order.
 
     Args:
@@ -169,16 +169,16 @@ def identity(folder: Path) -> tuple[int, int]:
 
 
 def first_image(folder: Path) -> str | None:
-    return next(walked(folder, {identity(folder.parent), identity(folder)}, Found()), None)
+    return next(walked(folder, {identity(folder.parent), identity(folder)}, FoundImages()), None)
 
 
-def listed(root: Path, folder: Path, classes: dict[str, int]) -> Found:
+def listed(root: Path, folder: Path, classes: dict[str, int]) -> FoundImages:
     """The images of all class folders (with their class numbers), sorted: the same on every file system.
 
     Raises:
         ConfigError: two classes are one folder.
     """
-    found = Found()
+    found = FoundImages()
     own: dict[tuple[int, int], str] = {}
     for name in classes:
         other = own.setdefault(identity(folder / name), name)

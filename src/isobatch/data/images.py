@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from isobatch.checks import Size, choice, positive, sides, within
 from isobatch.data.base import DataInfo, Reading, Split, Splits
-from isobatch.data.held_out import HeldOut, Part
+from isobatch.data.held_out import HeldOut, SomeSamples
 from isobatch.errors import ConfigError
 from isobatch.marks import option
 
@@ -224,7 +224,9 @@ class ImageOptions(HeldOut, Reading):
 
         def split(dataset: LabelledImages, rows: Any = None) -> Split:
             found = dataset.labels if rows is None else dataset.labels[rows]
-            return Split(dataset if rows is None else Part(dataset, rows), targets=lambda: torch.from_numpy(found), info=info)
+            return Split(
+                dataset if rows is None else SomeSamples(dataset, rows), targets=lambda: torch.from_numpy(found), info=info
+            )
 
         rest, held = self.parted(one_of(train.labels)) if self.holds_out else (None, None)
         return Splits(split(train, rest), split(evaluation, held), info, None if test is None else split(test))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isobatch.evaluate.answers import Answers
-from isobatch.evaluate.classes import Classes
+from isobatch.evaluate.classes import Confusion
 from isobatch.evaluate.files import write
 
-__all__ = ["Answers", "Classes", "write"]
+__all__ = ["Answers", "Confusion", "write"]

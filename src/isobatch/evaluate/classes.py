@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Classes:
+class Confusion:
     """
     Args:
         counts: (classes, classes) int64, rows are labels and columns predictions.

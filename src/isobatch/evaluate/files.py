@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.evaluate.answers import Answers
-from isobatch.evaluate.classes import Classes
+from isobatch.evaluate.classes import Confusion
 from isobatch.run_folder.files import write_json
 
 MOST_CELLS = 1000  # classes of a confusion matrix that is still a table
 NAMED, NUMBERED = 50, 20  # classes up to which the picture has their names, and the counts
 
 
-def write(folder: Path, answers: Answers, classes: Classes, describe: Callable[[int], str] | None,
+def write(folder: Path, answers: Answers, classes: Confusion, describe: Callable[[int], str] | None,
           about: dict[str, Any]) -> list[Path]:  # fmt: skip
     """Write the files and return them.
 
@@ -39,7 +39,7 @@ def write(folder: Path, answers: Answers, classes: Classes, describe: Callable[[
     return written
 
 
-def _predictions(answers: Answers, classes: Classes, describe: Callable[[int], str] | None) -> Iterable[list[Any]]:
+def _predictions(answers: Answers, classes: Confusion, describe: Callable[[int], str] | None) -> Iterable[list[Any]]:
     said = zip(answers.labels.tolist(), answers.predictions.tolist(), answers.probabilities.tolist(), strict=True)
     for index, (label, prediction, probability) in enumerate(said):
         file = [describe(index)] if describe else []

@@ -18,7 +18,7 @@ from isobatch import config as configuration
 from isobatch import tasks
 from isobatch.errors import ConfigError, Stopped
 from isobatch.launch import devices, job, parent, spawn, torchrun
-from isobatch.launch.outcome import Folder, Outcome, RankFailed
+from isobatch.launch.outcome import Outcome, RankFailed, RunFolder
 from isobatch.launch.signals import STOP
 from isobatch.launch.torchrun import follow
 from isobatch.launch.watchdog import witnessed
@@ -53,13 +53,13 @@ def run(plain: dict[str, Any], run_dir: Path) -> float | None:
 
 
 @contextmanager
-def settling(run_dir: Path) -> Iterator[Folder]:
+def settling(run_dir: Path) -> Iterator[RunFolder]:
     """Whatever leaves the block stands in the folder's train.log and summary.json.
 
     Raises:
         ConfigError, RankFailed, Stopped: in place of whatever was raised.
     """
-    folder = Folder(run_dir.resolve())
+    folder = RunFolder(run_dir.resolve())
     try:
         yield folder
         return
@@ -87,7 +87,7 @@ def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:
         options.check(ranks)
         check_joined(parallel, ranks)
         if ranks.world_size > 1:
-            parent.at_the_end(lambda line: Folder(run_dir).settle(Outcome("failed", line=line)))
+            parent.at_the_end(lambda line: RunFolder(run_dir).settle(Outcome("failed", line=line)))
             with witnessed(run_dir):
                 return torchrun.run_led(plain, run_dir, ranks, job.TARGET)
         count = 1

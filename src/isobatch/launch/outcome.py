@@ -119,7 +119,7 @@ def hung(outcome: Outcome, names: str, timeout_s: float) -> Outcome | None:
     return Outcome("failed", line=line, trace=f"isobatch: {line}", rank=-1)  # no rank's own words
 
 
-class Folder:
+class RunFolder:
     """A run folder as the launcher sees it: it writes only what the ranks could not write themselves."""
 
     def __init__(self, path: Path):
@@ -178,7 +178,7 @@ class Folder:
 
 def give_up(run_dir: Path, rank: int) -> Callable[[str, int], None]:
     """Ends this process from another thread, where the main one does not come out: (line, signal that asked for it or 0)."""
-    folder = Folder(run_dir)
+    folder = RunFolder(run_dir)
 
     def end(line: str, signum: int) -> None:
         folder.settle(Outcome("stopped" if signum else "failed", line=line, rank=rank, signum=signum))

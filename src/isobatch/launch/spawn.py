@@ -25,7 +25,7 @@ from typing import Any
 from isobatch.console import streams
 from isobatch.errors import Stopped
 from isobatch.launch.job import execute, log_to
-from isobatch.launch.outcome import Folder, Outcome, cause, hung
+from isobatch.launch.outcome import Outcome, RunFolder, cause, hung
 from isobatch.launch.signals import STOP
 from isobatch.runtime.distributed import Ranks
 
@@ -177,7 +177,7 @@ def _work(plain: dict[str, Any], run_dir: Path, ranks: Ranks, meeting: Path, env
     os.environ.update(environ, RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank),
                       WORLD_SIZE=str(ranks.world_size), LOCAL_WORLD_SIZE=str(ranks.local_world_size))  # fmt: skip
     streams.install()
-    folder = Folder(run_dir) if ranks.is_main else None
+    folder = RunFolder(run_dir) if ranks.is_main else None
     threading.Thread(target=_die_with_parent, args=(meeting, folder), daemon=True).start()
     log_to(run_dir, ranks.rank)
 
@@ -198,7 +198,7 @@ def _work(plain: dict[str, Any], run_dir: Path, ranks: Ranks, meeting: Path, env
     execute(plain, run_dir, ranks, store if ranks.world_size > 1 else None, target, report, own_terminal=False)
 
 
-def _die_with_parent(meeting: Path, folder: Folder | None) -> None:
+def _die_with_parent(meeting: Path, folder: RunFolder | None) -> None:
     """A launching process that was killed outright must not leave ranks behind."""
     parent = mp.parent_process()
     assert parent is not None

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.launch import devices, last_folder
 from isobatch.launch.job import execute, log_to
-from isobatch.launch.outcome import Folder, Outcome, cause, hung
+from isobatch.launch.outcome import Outcome, RunFolder, cause, hung
 from isobatch.launch.signals import STOP
 from isobatch.launch.waiting import ARRIVE_S, TICK_S, arrive_s, attended
 from isobatch.runtime.distributed import Ranks, ranks_from_environment
@@ -130,7 +130,7 @@ def run_led(plain: dict[str, Any], run_dir: Path, ranks: Ranks, target: str) -> 
     def give_up(trouble: Outcome) -> None:
         # the main thread sits in what will never end, so this launch ends here
         trouble = hung(trouble, "rank 0", timeout_s) or trouble
-        Folder(run_dir).settle(trouble)
+        RunFolder(run_dir).settle(trouble)
         print(trouble.trace.rstrip(), file=sys.stderr, flush=True)
         store().set("end", "1")
         os._exit(1)

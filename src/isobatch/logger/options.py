@@ -202,7 +202,7 @@ class MLflow:
 
 
 @dataclass(frozen=True)
-class Csv:
+class CsvRowsOptions:
     """metrics.csv."""
 
     name: str = "csv"
@@ -217,7 +217,7 @@ class Csv:
 
 
 @dataclass(frozen=True)
-class Several(WeightsAndBiases, TensorBoard, MLflow):
+class SeveralOptions(WeightsAndBiases, TensorBoard, MLflow):
     """More than one logger at once; each takes its own options from here.
 
     Args:
@@ -265,6 +265,6 @@ TABLE: dict[str, Any] = {
     "tensorboard": TensorBoard,
     "trackio": Trackio,
     "mlflow": MLflow,
-    "csv": Csv,
-    "several": Several,
+    "csv": CsvRowsOptions,
+    "several": SeveralOptions,
 }

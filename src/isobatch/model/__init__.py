@@ -3,10 +3,10 @@
 from typing import Any
 
 from isobatch.marks import Marks
-from isobatch.model.architectures import COMPILE, MLP, Linear, Model, Timm
+from isobatch.model.architectures import COMPILE, MLP, Linear, Model, TimmModel
 from isobatch.model.segmentation import Segmentation
 
-__all__ = ["COMPILE", "MARKS", "MLP", "TABLE", "Linear", "Model", "Segmentation", "Timm"]
+__all__ = ["COMPILE", "MARKS", "MLP", "TABLE", "Linear", "Model", "Segmentation", "TimmModel"]
 
-TABLE: dict[str, Any] = {"timm": Timm, "smp": Segmentation, "linear": Linear, "mlp": MLP}
+TABLE: dict[str, Any] = {"timm": TimmModel, "smp": Segmentation, "linear": Linear, "mlp": MLP}
 MARKS = Marks(speed=True)

@@ -50,7 +50,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Timm(Model):
+class TimmModel(Model):
     """Any architecture that timm knows; classes and input channels come from the data.
 
     Args:

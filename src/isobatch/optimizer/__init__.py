@@ -37,7 +37,7 @@ class OptimizerOptions(Protocol):
 
 
 @dataclass(frozen=True)
-class Timm:
+class TimmOptimizer:
     """What timm.optim.create_optimizer_v2 makes; torch's own four are made here, alike.
 
     Args:
@@ -220,5 +220,5 @@ def prepare_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
-TABLE: dict[str, Any] = {"timm": Timm}
+TABLE: dict[str, Any] = {"timm": TimmOptimizer}
 MARKS = Marks()

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from isobatch.batch_plan import Batch, Window
     from isobatch.data.feed import MicroBatch
-    from isobatch.parallel.wire import Parts, WholeGradients
+    from isobatch.parallel.wire import WeightsInParts, WholeGradients
     from isobatch.precision.masters import WorkingCopy
     from isobatch.runtime.distributed import Ranks
 
 
-class Choices(Protocol):
+class OtherChoices(Protocol):
     """The choices of the other groups (the config), as far as a strategy may refuse them."""
 
     @property
@@ -67,7 +67,7 @@ class Single:
         """Devices that one micro step of this process uses at once, a shard on each."""
         return [device]
 
-    def check_with(self, config: Choices) -> None:
+    def check_with(self, config: OtherChoices) -> None:
         """Refuse what this strategy cannot do together with the choices of other groups, before any device is touched.
 
         Raises:
@@ -85,7 +85,7 @@ class Single:
         """Bytes of whole weights and gradients that a replica holds for a moment beside its parts."""
         return 0
 
-    def wire(self, model: nn.Module, precision: Any, gradients: int) -> WholeGradients | Parts:
+    def wire(self, model: nn.Module, precision: Any, gradients: int) -> WholeGradients | WeightsInParts:
         """What a window sends. `model` as `working_copy` left it; `gradients`: bytes of all, whole, as they are sent."""
         from isobatch.parallel.wire import WholeGradients
 

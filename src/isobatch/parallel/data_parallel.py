@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.data.feed import MicroBatch
-    from isobatch.parallel.base import Choices
+    from isobatch.parallel.base import OtherChoices
     from isobatch.runtime.distributed import Ranks
 
 
@@ -42,7 +42,7 @@ class DataParallel(Single):
     def known_replicas(self) -> int | None:
         return self.replicas
 
-    def check_with(self, config: Choices) -> None:
+    def check_with(self, config: OtherChoices) -> None:
         super().check_with(config)
         if config.model.batch_norm == "sync":
             raise ConfigError("model.batch_norm", "sync", "torch's SyncBatchNorm is for processes, and parallel=dp has one",

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from isobatch.batch_plan import Batch, Window
     from isobatch.data.feed import MicroBatch
-    from isobatch.parallel.base import Choices
-    from isobatch.parallel.wire import Parts
+    from isobatch.parallel.base import OtherChoices
+    from isobatch.parallel.wire import WeightsInParts
     from isobatch.precision.masters import WorkingCopy
     from isobatch.runtime.distributed import Ranks
 
@@ -66,7 +66,7 @@ class FullySharded(Processes):
         if type(size) is int and self.num_processes > 1:
             self._divides(size, self.num_processes)
 
-    def check_with(self, config: Choices) -> None:
+    def check_with(self, config: OtherChoices) -> None:
         if config.reduction.exact:
             raise ConfigError("reduction.name", config.reduction.name,
                               f"parallel={self.name} adds gradients inside torch, in an order that depends on the ranks",
@@ -102,18 +102,18 @@ class FullySharded(Processes):
         return weights + (gradients if self.reduce_between_micro_steps else sum(
             p.nbytes for p in model.parameters() if p.requires_grad))  # fmt: skip
 
-    def wire(self, model: nn.Module, precision: Any, gradients: int) -> Parts:
+    def wire(self, model: nn.Module, precision: Any, gradients: int) -> WeightsInParts:
         import torch
 
         from isobatch.parallel.blocks import gathered_pieces
-        from isobatch.parallel.wire import Parts
+        from isobatch.parallel.wire import WeightsInParts
 
         # of the parts, in fp32 for half weights too: one replica, which `gradients` may be counted for, has a half copy
         sent = None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
         gradients = sum(p.numel() * (sent or p.dtype).itemsize for p in model.parameters() if p.requires_grad)
         (rest, rests), (blocks, count) = gathered_pieces(model, self.blocks, precision.gather_dtype())
         twice = (blocks, count) if self.reshard_after_forward else (0, 0)  # but not the rest, see sharding._cut
-        return Parts(gradients, rest + blocks, rests + count, *twice,
+        return WeightsInParts(gradients, rest + blocks, rests + count, *twice,
                      self.shard_size if type(self.shard_size) is int else None,
                      self.reshard_between_micro_steps, self.reduce_between_micro_steps)  # fmt: skip
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 def fully_sharded(model: nn.Module, average: nn.Module | None, options: Options, size: int, dtype: torch.dtype | None,
                   ranks: Ranks, device: torch.device, example: Tree) -> None:  # fmt: skip
-    """Cut `model` and `average` into `size` parts, in place, and leave a `Shards` on each as `shards`. A collective.
+    """Cut `model` and `average` into `size` parts, in place, and leave a `FsdpUnits` on each as `shards`. A collective.
 
     Args:
         size: ranks that share one copy of the weights.
@@ -68,7 +68,7 @@ def fully_sharded(model: nn.Module, average: nn.Module | None, options: Options,
             reason = " ".join(str(error).split())[:160]
             raise ConfigError("parallel.name", options.name, f"torch cannot shard this model ({reason})",
                               "set parallel=ddp") from None  # fmt: skip
-        module.shards = Shards(module, example, options, ranks, unused if module is model else None)  # type: ignore[assignment]
+        module.shards = FsdpUnits(module, example, options, ranks, unused if module is model else None)  # type: ignore[assignment]
     log.info("parallel=%s: %d block(s) and the rest, %d part(s) each", options.name, len(names), size)
 
 
@@ -128,7 +128,7 @@ class Unused(NamedTuple):
     same: bool
 
 
-class Shards:
+class FsdpUnits:
     """One sharded model in the life of a window. `unused`: None for a model that does not train."""
 
     def __init__(self, model: nn.Module, example: Tree, options: Options, ranks: Ranks, unused: Unused | None):

@@ -45,7 +45,7 @@ class WholeGradients:
 
 
 @dataclass(frozen=True)
-class Parts:
+class WeightsInParts:
     """Weights are in parts on `shard_size` replicas (None: on all), of which there are several copies where it is smaller.
 
     Args:

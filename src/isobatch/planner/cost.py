@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from isobatch.batch_plan import Batch, ceil_div
 from isobatch.config import CostOptions
-from isobatch.parallel.wire import Exchange, Parts, Ring, WholeGradients
+from isobatch.parallel.wire import Exchange, Ring, WeightsInParts, WholeGradients
 
 REPLICAS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 
@@ -55,7 +55,7 @@ class Row:
     grown: float
 
 
-def row(batch: Batch, replicas: int, measured: Measured, wire: WholeGradients | Parts, options: CostOptions) -> Row:
+def row(batch: Batch, replicas: int, measured: Measured, wire: WholeGradients | WeightsInParts, options: CostOptions) -> Row:
     """
     Args:
         batch: as planned; on more replicas each holds no more than its part, on fewer they accumulate.
@@ -81,7 +81,7 @@ def _waiting_s(window: list[Exchange], samples: float, measured: Measured, optio
                for exchange in window)  # fmt: skip
 
 
-def rows(batch: Batch, measured: Measured, wire: WholeGradients | Parts, options: CostOptions) -> list[Row]:
+def rows(batch: Batch, measured: Measured, wire: WholeGradients | WeightsInParts, options: CostOptions) -> list[Row]:
     """From 1 to 4,096 replicas, and the number that is planned."""
     counts = sorted({*REPLICAS, batch.num_replicas})
     return [row(batch, count, measured, wire, options) for count in counts]

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from isobatch.batch_plan import Batch
 from isobatch.config import Config
-from isobatch.parallel.wire import Parts, WholeGradients
+from isobatch.parallel.wire import WeightsInParts, WholeGradients
 
 MB = 2**20
 SAME_MODEL = "full", "autocast"  # levels of precision whose working copy is the model as it is
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """One thing the forward leaves for the backward: bytes of a new storage, or of the gradient of a weight it used.
 
     scratch: a convolution's gradient is made in the kernel's own layout first and then copied.
@@ -56,7 +56,7 @@ class Resident:
     optimizer: int | None
     ema: int
     sums: int
-    wire: WholeGradients | Parts
+    wire: WholeGradients | WeightsInParts
     gathered: int = 0
 
     @property
@@ -172,11 +172,11 @@ def sums(config: Config, batch: Batch, gradients: int) -> int:
     return gradients * (batch.busiest.bit_length() - 1 + (batch.num_replicas > 1))
 
 
-def saved_tensors(module: nn.Module, given: Sequence[Tensor], loss: Callable[[], Tensor]) -> list[Saved]:
+def saved_tensors(module: nn.Module, given: Sequence[Tensor], loss: Callable[[], Tensor]) -> list[SavedTensor]:
     """What `loss()` saves for its backward, each storage once; weights, buffers and `given` are there anyway."""
     parameters = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
     seen = {t.untyped_storage().data_ptr() for t in (*module.buffers(), *given)}
-    found: list[Saved] = []
+    found: list[SavedTensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -185,10 +185,10 @@ def saved_tensors(module: nn.Module, given: Sequence[Tensor], loss: Callable[[],
             seen.add(key)  # alive until the backward, so no other storage gets its address
             weight = parameters.get(key)
             if weight is None:
-                found.append(Saved(storage.nbytes(), 0))
+                found.append(SavedTensor(storage.nbytes(), 0))
             elif weight.requires_grad:
                 gradient = weight.numel() * (weight.grad_dtype or weight.dtype).itemsize
-                found.append(Saved(0, gradient, gradient if weight.ndim > 2 else 0))
+                found.append(SavedTensor(0, gradient, gradient if weight.ndim > 2 else 0))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -197,7 +197,7 @@ def saved_tensors(module: nn.Module, given: Sequence[Tensor], loss: Callable[[],
     return found
 
 
-def peak(saved: Sequence[Saved], gradients: int, all_gradients: bool) -> int:
+def peak(saved: Sequence[SavedTensor], gradients: int, all_gradients: bool) -> int:
     """Largest sum of saved tensors, gradients and what flows between layers, at any moment of a window.
 
     The gradients of the window before are there until a forward has ended. The backward then goes through `saved` from

@@ -58,7 +58,7 @@ def choose(config: Config, model: nn.Module, splits: Splits, batches: list[Batch
     usable = [batch for batch in batches if _normalisable(config, model, len(splits.train), batch)]
     if not usable:
         return Choice(batches[0])  # every one of them is refused, with the reason, where the policy is applied
-    search = Search(config, model, splits, ranks, device)
+    search = MicroSearch(config, model, splits, ranks, device)
     mine = search.first_that_fits(usable)
     index = ranks.agree(mine)
     if index == len(usable):
@@ -78,7 +78,7 @@ def _normalisable(config: Config, model: nn.Module, samples: int, batch: Batch) 
     return plan.smallest_shard() > 1
 
 
-class Search:
+class MicroSearch:
     """The trials of one rank."""
 
     def __init__(self, config: Config, model: nn.Module, splits: Splits, ranks: Ranks, device: torch.device):
@@ -86,7 +86,7 @@ class Search:
         self.tried: dict[int, bool] = {}
         self.assumed: list[str] = []
         self.room: int | None = None
-        self.few: list[list[estimate.Saved]] | None = None
+        self.few: list[list[estimate.SavedTensor]] | None = None
         if device.type == "cpu":
             # nothing says no before the machine swaps or kills: a limit has to be assumed
             free = -ranks.agree(-estimate.available_bytes())  # before any rank's trial takes some of it
@@ -172,11 +172,13 @@ class Search:
         return text if chosen.stated else f"{text}; set batch.micro={chosen.micro} to have the same shards anywhere"
 
 
-def extrapolated(small: list[estimate.Saved], twice: list[estimate.Saved], micro: int) -> list[estimate.Saved]:
+def extrapolated(
+    small: list[estimate.SavedTensor], twice: list[estimate.SavedTensor], micro: int
+) -> list[estimate.SavedTensor]:
     """What `micro` samples would save, given what FEW save."""
     if len(small) != len(twice):
         return [s._replace(nbytes=s.nbytes * micro // FEW[1]) for s in twice]
     # a straight line for each tensor: not all of them grow (autocast keeps half weights)
     steps = (micro - FEW[0]) / (FEW[1] - FEW[0])
-    return [estimate.Saved(max(0, round(a.nbytes + steps * (b.nbytes - a.nbytes))), a.gradient, a.scratch)
+    return [estimate.SavedTensor(max(0, round(a.nbytes + steps * (b.nbytes - a.nbytes))), a.gradient, a.scratch)
             for a, b in zip(small, twice, strict=True)]  # fmt: skip

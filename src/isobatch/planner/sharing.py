@@ -15,7 +15,7 @@ from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.runtime import hardware
 from isobatch.runtime.distributed import Ranks
 from isobatch.shards.layout import Layout
-from isobatch.shards.trial import Found, examine, known
+from isobatch.shards.trial import Findings, examine, known
 
 DIFFERENT = 8  # samples that the batches of the trial are made of
 
@@ -58,7 +58,7 @@ def unwatched(config: Config, device: torch.device) -> str | None:
     return None
 
 
-def _tried(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, device: torch.device) -> Found:
+def _tried(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, device: torch.device) -> Findings:
     try:
         trial = Trial(config, model, splits, device)
         samples = trial.samples(DIFFERENT)
@@ -66,7 +66,7 @@ def _tried(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, de
             return examine(trial.working.module, samples, kinds(plan, not hardware.wants_channels_last(config, device)), device)
     except Exception as error:  # a forward that cannot be done at all is told of by the rehearsal
         reason = "memory" if is_out_of_memory(error) else f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        return Found(f"cannot be tried with several ({reason})", True)
+        return Findings(f"cannot be tried with several ({reason})", True)
 
 
 def kinds(plan: BatchPlan, interleaved: bool) -> list[Layout]:

@@ -23,7 +23,7 @@ from isobatch.data.samples import Request, Samples
 from isobatch.errors import JobFailed
 from isobatch.given import mean_of
 from isobatch.planner.cost import Measured
-from isobatch.planner.estimate import Saved, saved_tensors
+from isobatch.planner.estimate import SavedTensor, saved_tensors
 from isobatch.precision.forward import forward
 from isobatch.resume import teacher
 from isobatch.runtime import accelerator, hardware
@@ -115,7 +115,7 @@ class Trial:
             self._clear()
         return False
 
-    def saved(self, samples: int) -> list[Saved]:
+    def saved(self, samples: int) -> list[SavedTensor]:
         """What the forward of `samples` samples keeps for the backward, in order."""
         try:
             with self._unnoticed():

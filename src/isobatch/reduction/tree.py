@@ -47,7 +47,7 @@ def parents(start: int, stop: int) -> dict[Node, Node]:
     return halves | parents(start, middle) | parents(middle, stop)
 
 
-class Layout(NamedTuple):
+class TreeLayout(NamedTuple):
     """The tree over `num_filled` shards, laid over the ranks: each rank's nodes, and how nodes join."""
 
     num_filled: int
@@ -63,12 +63,12 @@ class Layouts:
 
     def __init__(self, dealt: Callable[[int], list[range]], rank: int, num_ranks: int):
         self.dealt, self.rank, self.num_ranks = dealt, rank, num_ranks
-        self.known: dict[int, Layout] = {}
+        self.known: dict[int, TreeLayout] = {}
 
-    def __call__(self, num_filled: int) -> Layout:
+    def __call__(self, num_filled: int) -> TreeLayout:
         if num_filled not in self.known:
             nodes = [cover(shards, 0, num_filled) for shards in self.dealt(num_filled)]
-            self.known[num_filled] = Layout(num_filled, nodes, parents(0, num_filled))
+            self.known[num_filled] = TreeLayout(num_filled, nodes, parents(0, num_filled))
         return self.known[num_filled]
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from isobatch.report.html import render
 from isobatch.report.images import write_images
-from isobatch.report.read import ReportError, Run, foreign_runs
+from isobatch.report.read import ReportError, RunRecord, foreign_runs
 from isobatch.report.runs import read_runs, usable_cores
-from isobatch.report.table import Comparison, tabulate
+from isobatch.report.table import Leaderboard, tabulate
 from isobatch.report.text import print_table, write_csv
 from isobatch.report.verdict import Verdict, compare, print_verdicts
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
-    "Comparison",
+    "Leaderboard",
     "ReportError",
-    "Run",
+    "RunRecord",
     "Verdict",
     "compare",
     "print_verdicts",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-def write_report(folders: Sequence[Path], out: Path, console: Console | None = None, processes: int = 1) -> Comparison:
+def write_report(folders: Sequence[Path], out: Path, console: Console | None = None, processes: int = 1) -> Leaderboard:
     """Compares all runs below `folders`: out/report.csv, out/report.html, out/report/*.png and a table on the console.
 
     A folder with a summary.json is a run; a folder of a sweep, or of several, is searched for them. Jobs that failed,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from isobatch.report.read import Run, one_line
+from isobatch.report.read import RunRecord, one_line
 
 _OWN_TO_EACH_RUN = {"run_dir", "output_dir", "sweep_dir", "run_id", "run_name"}  # differ always, say nothing
 MOST = 100  # columns; a config of ours has some 150 settings, anybody's may have thousands
@@ -25,7 +25,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield name, one_line(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
-def _leaves(run: Run) -> dict[str, Cell]:
+def _leaves(run: RunRecord) -> dict[str, Cell]:
     own = (str(run.folder), str(run.folder.resolve()))
     return {
         key: value
@@ -36,7 +36,7 @@ def _leaves(run: Run) -> dict[str, Cell]:
     }
 
 
-def differing(runs: Sequence[Run]) -> tuple[list[str], list[dict[str, Cell]]]:
+def differing(runs: Sequence[RunRecord]) -> tuple[list[str], list[dict[str, Cell]]]:
     """(keys, one {key: value} per run): the keys whose values differ, those named in an override first.
 
     A key that only some jobs have (an option of the group choice that they made) is a column only if its values

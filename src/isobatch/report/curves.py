@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isobatch.report.read import Run
+from isobatch.report.read import RunRecord
 
 AXES = {"samples": "samples", "seconds": "time_s"}
 METRICS = {"train/loss": "train", "eval/accuracy": "evals", "train/lr": "train"}
@@ -34,7 +34,7 @@ class Curve:
     y: np.ndarray
 
 
-def collect(runs: Sequence[Run], metric: str, axis: str) -> list[Curve]:
+def collect(runs: Sequence[RunRecord], metric: str, axis: str) -> list[Curve]:
     """The curves of a metric against an axis ("samples" or "seconds"); runs that lack either are left out."""
     curves = []
     for index, run in enumerate(runs):

@@ -26,7 +26,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Distance:
     """One run against the reference. None means unknown: no common step, or no weights to compare.
 
     parted: the first common step whose train/loss is not the same float, None if there is none.
@@ -51,7 +51,7 @@ class Difference:
         return self.common_steps > 0 and self.parted is None
 
 
-def difference(reference: Reference, folder: Path, summary: Mapping[str, Any], metrics: Metrics) -> Difference:
+def difference(reference: Reference, folder: Path, summary: Mapping[str, Any], metrics: Metrics) -> Distance:
     """Compares one run with the reference, by its logged losses and its saved weights."""
     ours, theirs = metrics, reference.metrics
     if np.array_equal(ours.steps, theirs.steps):
@@ -62,7 +62,7 @@ def difference(reference: Reference, folder: Path, summary: Mapping[str, Any], m
     same = (here == there) | (np.isnan(here) & np.isnan(there))
     digests = [s.get("weights_sha256") for s in (summary, reference.summary)]
     same_weights = digests[0] == digests[1] if all(digests) else None
-    return Difference(
+    return Distance(
         reference=reference.job,
         parted=None if same.all() else int(steps[int(same.argmin())]),
         common_steps=len(steps),

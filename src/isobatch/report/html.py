@@ -13,15 +13,15 @@ from pathlib import Path
 
 from isobatch.report.curves import AXES, METRICS, collect, colour, svg
 from isobatch.report.leaderboard import badge, leaderboard
-from isobatch.report.read import Run, one_line
-from isobatch.report.table import Comparison
+from isobatch.report.read import RunRecord, one_line
+from isobatch.report.table import Leaderboard
 from isobatch.report.words import show
 
 _FIND = '<input id="find" type="search" placeholder="Filter jobs" aria-label="Filter jobs">'
 _JOBS_IN_LEGEND, _JOBS_WITH_BARS, _VALUES_PER_KEY, _REASONS = 40, 40, 12, 8
 
 
-def render(comparison: Comparison, folders: Sequence[Path]) -> str:
+def render(comparison: Leaderboard, folders: Sequence[Path]) -> str:
     """The page. Whatever comes from a run is escaped, and a policy in the page lets no script run but ours."""
     css, script = _asset("page.css"), _asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -60,7 +60,7 @@ def _section(name: str, content: str, aside: str = "") -> str:
     return f'<section id="{anchor}"><div class="head"><h2>{name}</h2>{aside}</div>{content}</section>'
 
 
-def _cards(comparison: Comparison) -> str:
+def _cards(comparison: Leaderboard) -> str:
     total, done = len(comparison.runs), len(comparison.runs) - comparison.failed
     failed = f"{comparison.failed} did not complete" if comparison.failed else "all of them"
     cards = [("completed", f"{done}<small> of {total}</small>", failed)]
@@ -90,7 +90,7 @@ def _cards(comparison: Comparison) -> str:
     return f'<dl class="cards">{items}</dl>'
 
 
-def _problems(comparison: Comparison) -> str:
+def _problems(comparison: Leaderboard) -> str:
     """What kept jobs from completing, the jobs that share a reason on one line."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for run, name in zip(comparison.runs, comparison.names, strict=True):
@@ -108,7 +108,7 @@ def _problems(comparison: Comparison) -> str:
     return f'<ul class="problems">{"".join(items)}{more}</ul>' if items else ""
 
 
-def _curves(comparison: Comparison) -> str:
+def _curves(comparison: Leaderboard) -> str:
     figures = []
     by_time = False
     for metric in METRICS:
@@ -136,7 +136,7 @@ def _curves(comparison: Comparison) -> str:
     return _section("Curves", content, axis if by_time else "")
 
 
-def _memory(comparison: Comparison) -> str:
+def _memory(comparison: Leaderboard) -> str:
     measured = [(i, run) for i, run in enumerate(comparison.runs) if run.memory]
     if not measured:
         return ""
@@ -147,7 +147,7 @@ def _memory(comparison: Comparison) -> str:
     return _section("Peak memory per device", f'<div class="memory">{blocks}</div>{more}')
 
 
-def _bars(index: int, run: Run, most: float, comparison: Comparison) -> str:
+def _bars(index: int, run: RunRecord, most: float, comparison: Leaderboard) -> str:
     paint = colour(index, len(comparison.runs))
     bars = "".join(
         f'<div class="row"><span>{escape(memory.label)}</span><span class="track">'
@@ -158,7 +158,7 @@ def _bars(index: int, run: Run, most: float, comparison: Comparison) -> str:
     return f'<div class="job" data-j="{index}"><h3>{escape(comparison.names[index])}</h3>{bars}</div>'
 
 
-def _config(comparison: Comparison) -> str:
+def _config(comparison: Leaderboard) -> str:
     if not comparison.config_keys:
         return ""
     lines = []

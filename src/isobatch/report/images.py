@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.report.curves import AXES, collect
-from isobatch.report.table import Comparison
+from isobatch.report.table import Leaderboard
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ _COLOURS = [
 ]
 
 
-def write_images(comparison: Comparison, folder: Path) -> list[Path]:
+def write_images(comparison: Leaderboard, folder: Path) -> list[Path]:
     """Writes loss.png, accuracy.png, lr.png and memory.png, as far as there is something to draw."""
     # Agg by name and no pyplot: no display is needed and no global figure is left behind in a training process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -94,7 +94,7 @@ def _draw(axes: Axes, curves: list[Any], metric: str, axis: str, count: int) -> 
     _plain(axes, metric, axis, "")
 
 
-def _legend(figure: Any, curves: list[Any], comparison: Comparison) -> None:
+def _legend(figure: Any, curves: list[Any], comparison: Leaderboard) -> None:
     """Beside the charts, where it covers no curve."""
     if len(curves) > _JOBS_IN_LEGEND:
         return
@@ -107,7 +107,7 @@ def _legend(figure: Any, curves: list[Any], comparison: Comparison) -> None:
         text.set_parse_math(False)  # a name may hold a $
 
 
-def _draw_memory(axes: Axes, comparison: Comparison) -> None:
+def _draw_memory(axes: Axes, comparison: Leaderboard) -> None:
     runs = [(i, run) for i, run in enumerate(comparison.runs) if run.memory][:_JOBS_WITH_BARS]
     for place, (index, run) in enumerate(runs):
         width = 0.8 / len(run.memory)

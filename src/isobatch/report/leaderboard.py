@@ -9,7 +9,7 @@ from html import escape
 from isobatch.report.config_columns import Cell
 from isobatch.report.curves import colour
 from isobatch.report.scan import number
-from isobatch.report.table import JOB, SAME, Column, Comparison
+from isobatch.report.table import JOB, SAME, Column, Leaderboard
 from isobatch.report.words import show
 from isobatch.run_folder.layout import DONE
 
@@ -22,7 +22,7 @@ def badge(state: str) -> str:
     return f'<span class="badge {kind}">{escape(state)}</span>'
 
 
-def leaderboard(comparison: Comparison) -> str:
+def leaderboard(comparison: Leaderboard) -> str:
     """The table. Column groups are headed; the column that the rows are ordered by says so to screen readers."""
     rows = comparison.rows
     folded = constant(comparison)
@@ -57,7 +57,7 @@ def leaderboard(comparison: Comparison) -> str:
             f'{fold if folded else ""}')  # fmt: skip
 
 
-def constant(comparison: Comparison) -> list[Column]:
+def constant(comparison: Leaderboard) -> list[Column]:
     """Columns that show the same in every row of several: they are told once, below the table."""
     if len(comparison.rows) < 2:
         return []

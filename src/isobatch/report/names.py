@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from isobatch.report.config_columns import Cell
-from isobatch.report.read import Run, one_line
+from isobatch.report.read import RunRecord, one_line
 from isobatch.report.words import show
 
 _PARTS, _LONGEST = 4, 64  # of a name: settings, characters
@@ -14,14 +14,14 @@ _PARTS, _LONGEST = 4, 64  # of a name: settings, characters
 PLAN = {"plan", "parallel", "accumulation", "precision", "reduction", "compile", "threads", "channels_last", "deterministic"}
 
 
-def typed(run: Run) -> dict[str, str]:
+def typed(run: RunRecord) -> dict[str, str]:
     """Setting -> what was typed for the job; Hydra's own are left out."""
     words = (word.lstrip("+~").partition("=") for word in run.overrides)
     return {one_line(key.partition("@")[0].replace("/", ".")): one_line(value) for key, _, value in words
             if not key.startswith("hydra.")}  # fmt: skip
 
 
-def swept(runs: Sequence[Run], keys: Sequence[str]) -> tuple[list[str], list[dict[str, Cell]]]:
+def swept(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[list[str], list[dict[str, Cell]]]:
     """(columns of the settings that were swept, values that no config key shows).
 
     keys: config keys whose values differ. `optimizer=sgd,adamw` may differ in many keys and in none by its name: it is a
@@ -54,7 +54,7 @@ def short(key: str, keys: Sequence[str]) -> str:
     return leaf if sum(other.rpartition(".")[2] == leaf for other in keys) < 2 else key
 
 
-def job_names(runs: Sequence[Run], rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> list[str]:
+def job_names(runs: Sequence[RunRecord], rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> list[str]:
     """One name per run, all different: the columns' values; the job's number where they say nothing."""
     found = []
     for run, row in zip(runs, rows, strict=True):

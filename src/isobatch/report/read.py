@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch import better
-from isobatch.report.distance import Difference
+from isobatch.report.distance import Distance
 from isobatch.report.metrics import Metrics
 from isobatch.report.scan import number
 from isobatch.run_folder import layout
@@ -32,7 +32,7 @@ class ReportError(ValueError):
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Peak memory of one device (or of one process on CPU), in MB."""
 
     label: str
@@ -40,7 +40,7 @@ class Memory:
 
 
 @dataclass
-class Run:
+class RunRecord:
     """One job of a sweep, whether it came to an end or not."""
 
     job: str
@@ -51,10 +51,10 @@ class Run:
     config: Mapping[str, Any]
     overrides: Sequence[str]
     plan: Mapping[str, Any]
-    memory: Sequence[Memory]
+    memory: Sequence[DeviceMemory]
     pids: Sequence[int]
     metrics: Metrics = field(default_factory=Metrics)
-    difference: Difference = field(default_factory=Difference)
+    difference: Distance = field(default_factory=Distance)
 
     @property
     def completed(self) -> bool:
@@ -120,7 +120,7 @@ def foreign_runs(folders: Sequence[Path]) -> list[Path]:
     return [run for folder in folders if folder.is_dir() for run in _runs_below(folder) if foreign(run)]
 
 
-def never_begun(found: Sequence[tuple[str, Path]]) -> list[Run]:
+def never_begun(found: Sequence[tuple[str, Path]]) -> list[RunRecord]:
     """The jobs that a sweep was to run and did not come to, by the list that it left beside its jobs (jobs.json)."""
     runs = []
     for sweep in dict.fromkeys(folder.parent for _, folder in found):
@@ -133,7 +133,7 @@ def never_begun(found: Sequence[tuple[str, Path]]) -> list[Run]:
             if job not in here and not (sweep / job).exists():
                 words = [str(word) for word in _list(overrides)]
                 name, why = f"{prefix}/{job}".lstrip("/"), "the sweep ended before it"
-                runs.append(Run(name, sweep / job, NOT_BEGUN, why, {}, {}, words, {}, [], []))
+                runs.append(RunRecord(name, sweep / job, NOT_BEGUN, why, {}, {}, words, {}, [], []))
     return runs
 
 
@@ -150,7 +150,7 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def read_run(job: str, folder: Path) -> Run:
+def read_run(job: str, folder: Path) -> RunRecord:
     """One run as its small files tell it; the metrics come in `runs.py`."""
     summary, problem = _mapping(folder, layout.SUMMARY)
     config, _ = _mapping(folder, layout.CONFIG)
@@ -160,7 +160,7 @@ def read_run(job: str, folder: Path) -> Run:
     if problem:
         error = DIED if problem == "missing" else f"summary.json is not readable: {problem}"
     ranks = [rank for rank in _list(summary.get("ranks")) if isinstance(rank, dict)]
-    return Run(
+    return RunRecord(
         job=job,
         folder=folder,
         state="died" if problem else one_line(summary.get("state", "unknown")),
@@ -174,11 +174,11 @@ def read_run(job: str, folder: Path) -> Run:
     )
 
 
-def _memory(rank: Mapping[str, Any]) -> list[Memory]:
+def _memory(rank: Mapping[str, Any]) -> list[DeviceMemory]:
     """One entry per device: a process of DataParallel reports `peak_memory_mb` as a map from device to MB."""
     peak, label = rank.get("peak_memory_mb"), f"rank {rank.get('rank', '?')}"
     peaks = peak.items() if isinstance(peak, dict) else [(rank.get("device", ""), peak)]
-    return [Memory(one_line(f"{label} {device}"), number(mb)) for device, mb in peaks if number(mb) > 0]
+    return [DeviceMemory(one_line(f"{label} {device}"), number(mb)) for device, mb in peaks if number(mb) > 0]
 
 
 def _list(value: object) -> list[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from isobatch.report.distance import Reference, difference
 from isobatch.report.metrics import read_metrics
-from isobatch.report.read import Run, direction, find_runs, never_begun, read_run
+from isobatch.report.read import RunRecord, direction, find_runs, never_begun, read_run
 from isobatch.run_folder import layout
 from isobatch.runtime import cores
 
@@ -19,7 +19,7 @@ _BYTES_WORTH_A_POOL = 200_000_000  # about a second of reading, which is what st
 _Job = tuple[str, Path]
 
 
-def read_runs(folders: Sequence[Path], processes: int = 1) -> list[Run]:
+def read_runs(folders: Sequence[Path], processes: int = 1) -> list[RunRecord]:
     """All runs below the folders, each with its difference to the first one that logged a training loss.
 
     processes: how many may read a large sweep; more than 1 needs a main module that can be imported without running.
@@ -27,7 +27,7 @@ def read_runs(folders: Sequence[Path], processes: int = 1) -> list[Run]:
     """
     jobs = find_runs(folders)
     limit = max(60, min(400, _POINTS_IN_ALL // len(jobs)))
-    runs: list[Run] = []
+    runs: list[RunRecord] = []
     for job in jobs:  # up to the reference
         run = _read(job, limit, None)
         runs.append(run)
@@ -41,7 +41,7 @@ def read_runs(folders: Sequence[Path], processes: int = 1) -> list[Run]:
     return runs + never_begun(jobs)
 
 
-def _read(job: _Job, limit: int, reference: Reference | None) -> Run:
+def _read(job: _Job, limit: int, reference: Reference | None) -> RunRecord:
     """One run; with a reference it is compared and lets go of its losses, so that 500 of them fit in memory."""
     run = read_run(*job)
     run.metrics = read_metrics(run.folder / layout.METRICS, limit, direction)
@@ -51,7 +51,7 @@ def _read(job: _Job, limit: int, reference: Reference | None) -> Run:
     return run
 
 
-def _each(read: Callable[[_Job], Run], jobs: Sequence[_Job], processes: int) -> Iterator[Run]:
+def _each(read: Callable[[_Job], RunRecord], jobs: Sequence[_Job], processes: int) -> Iterator[RunRecord]:
     """The runs in order, read here or by a pool; what a pool cannot read is read here."""
     size = sum(file.stat().st_size for _, folder in jobs if (file := folder / layout.METRICS).is_file())
     done = 0

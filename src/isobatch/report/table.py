@@ -13,7 +13,7 @@ from isobatch import better
 from isobatch.report.config_columns import MOST, Cell, differing
 from isobatch.report.metrics import MILESTONES
 from isobatch.report.names import job_names, one_training, short, swept
-from isobatch.report.read import Run, direction, one_line
+from isobatch.report.read import RunRecord, direction, one_line
 from isobatch.report.scan import number
 from isobatch.report.words import show
 from isobatch.run_folder import layout
@@ -41,10 +41,10 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Leaderboard:
     """The runs, best first, with one row (column key -> value, None for unknown) for each of them."""
 
-    runs: Sequence[Run]
+    runs: Sequence[RunRecord]
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Cell]]
     primary: str | None  # the column that the rows are ordered by
@@ -89,12 +89,12 @@ class Comparison:
         return show(value) == show(best) and len({show(row[key]) for row in self.rows}) > 1
 
 
-def trains(run: Run) -> bool:
+def trains(run: RunRecord) -> bool:
     """Whether the job is a training: what task=evaluate, export and plan leave is listed, and not ranked."""
     return run.config.get("task", "train") == "train"
 
 
-def tabulate(runs: Sequence[Run]) -> Comparison:
+def tabulate(runs: Sequence[RunRecord]) -> Leaderboard:
     """Builds the leaderboard of these runs: completed ones by their best primary metric, then the others."""
     keys, leaves = differing(runs)
     chosen, extra = swept(runs, keys)
@@ -138,7 +138,7 @@ def tabulate(runs: Sequence[Run]) -> Comparison:
     order = sorted(range(len(runs)), key=place)  # stable: jobs that tie keep their order
     full = [{c.key: rows[i].get(c.key) for c in columns} for i in order]
     ordered = [runs[i] for i in order]
-    return Comparison(ordered, columns, full, primary, keys, job_names(ordered, full, chosen or keys), swept=chosen)
+    return Leaderboard(ordered, columns, full, primary, keys, job_names(ordered, full, chosen or keys), swept=chosen)
 
 
 _PRIMARY = (*better.MAIN, "train/loss")
@@ -168,7 +168,7 @@ def _metric_order(name: str) -> tuple[int, str]:
     return (_PRIMARY.index(name) if name in _PRIMARY else len(_PRIMARY)), name
 
 
-def _metrics(run: Run) -> tuple[dict[str, float], dict[str, float]]:
+def _metrics(run: RunRecord) -> tuple[dict[str, float], dict[str, float]]:
     """(final, best) of a run; of one that died, what its metrics.jsonl still tells. NaN is never best."""
     final, best = run.summary.get("final"), run.summary.get("best")
     last = {
@@ -188,7 +188,7 @@ def plan_text(plan: Mapping[str, Any]) -> str | None:
     return None if None in parts else "{} = {} × {} × {}".format(*map(one_line, parts))
 
 
-def parting_text(run: Run) -> Cell:
+def parting_text(run: RunRecord) -> Cell:
     """The first step at which the losses part from the reference run's, or that they never do."""
     d = run.difference
     if d.common_steps == 0:
@@ -198,7 +198,9 @@ def parting_text(run: Run) -> Cell:
     return "identical" if d.only_here == d.only_there == 0 else f"identical in {d.common_steps} common steps"
 
 
-def _row(run: Run, leaf: Mapping[str, Cell], keys: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> dict[str, Cell]:
+def _row(
+    run: RunRecord, leaf: Mapping[str, Cell], keys: Sequence[str], metrics: Sequence[Mapping[str, float]]
+) -> dict[str, Cell]:
     summary, last = run.summary, run.metrics.last_train
     perf, time = summary.get("perf") or {}, summary.get("time") or {}
     peaks = [memory.peak_mb for memory in run.memory]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from isobatch.report.config_columns import Cell
 from isobatch.report.names import short
 from isobatch.report.read import one_line
-from isobatch.report.table import Column, Comparison
+from isobatch.report.table import Column, Leaderboard
 from isobatch.report.words import show
 from isobatch.run_folder.layout import ENDED
 
@@ -22,7 +22,7 @@ _FORMULA = ("=", "+", "-", "@")
 _SHOWN_IN_TERMINAL = 40
 
 
-def write_csv(comparison: Comparison, path: Path) -> None:
+def write_csv(comparison: Leaderboard, path: Path) -> None:
     """All columns, floats as Python prints them (they read back exactly), an empty cell for what is unknown."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -41,7 +41,7 @@ def _csv_cell(value: Cell) -> Cell:
     return value
 
 
-def print_table(comparison: Comparison, console: Console | None = None) -> None:
+def print_table(comparison: Leaderboard, console: Console | None = None) -> None:
     """As many columns as fit; every job that did not complete is listed below with its reason."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -77,7 +77,7 @@ def _heading(column: Column, swept: Sequence[str]) -> str:
     return title.replace(".", ".\n").replace(" ", "\n").replace("/", "/\n")
 
 
-def _fitting(comparison: Comparison, width: int) -> list[Column]:
+def _fitting(comparison: Leaderboard, width: int) -> list[Column]:
     """The ranked columns that fit into this many characters."""
     columns = [column for column in comparison.columns if column.rank]
 
@@ -90,13 +90,13 @@ def _fitting(comparison: Comparison, width: int) -> list[Column]:
     return columns
 
 
-def _title(comparison: Comparison) -> str:
+def _title(comparison: Leaderboard) -> str:
     done = len(comparison.runs) - comparison.failed
     order = f", by {comparison.primary}" if comparison.primary else ""
     return f"{len(comparison.runs)} job{'s' * (len(comparison.runs) != 1)}, {done} completed{order}"
 
 
-def _style(value: Cell, column: Column, comparison: Comparison) -> str:
+def _style(value: Cell, column: Column, comparison: Leaderboard) -> str:
     if column.key == "state":
         return "green" if value in ENDED else "red"
     if isinstance(value, float) and not math.isfinite(value):

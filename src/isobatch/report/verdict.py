@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from isobatch.report.first_difference import where_to_look
-from isobatch.report.read import Run
+from isobatch.report.read import RunRecord
 from isobatch.report.text import show
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Verdict:
         return "PASS" if self.passed else "FAIL"
 
 
-def compare(runs: Sequence[Run], tolerance: float) -> list[Verdict]:
+def compare(runs: Sequence[RunRecord], tolerance: float) -> list[Verdict]:
     """The equivalence verdict of every run against the first one, as `read_runs` compared them.
 
     tolerance: largest absolute difference allowed in any train/loss and in any weight; 0 asks for every bit. What
@@ -49,7 +49,7 @@ def compare(runs: Sequence[Run], tolerance: float) -> list[Verdict]:
     return verdicts
 
 
-def _verdict(run: Run, tolerance: float) -> Verdict:
+def _verdict(run: RunRecord, tolerance: float) -> Verdict:
     d = run.difference
     whole = d.common_steps > 0 and d.only_here == 0 and d.only_there == 0
     last = run.metrics.last_train.get("train/loss")

@@ -24,7 +24,7 @@ OPEN = {"data": ("image_size", "eval_size", "crop_pct", "interpolation", "mean",
 
 
 @dataclass(frozen=True)
-class Difference:
+class ContractChange:
     key: str
     before: Any
     now: Any
@@ -38,13 +38,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[ContractChange]:
     """Contract settings in which two resolved plain configs differ.
 
     An option that only one side knows was added or removed between versions and says nothing; when the choice of a
     group differs, its options are not compared one by one.
     """
-    found: list[Difference] = []
+    found: list[ContractChange] = []
     top = marked.top_level()
     for key in now:
         if key not in before:
@@ -53,15 +53,15 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
         old, new = before[key], now[key]
         if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
             if held and not same(old, new):
-                found.append(Difference(key, old, new))
+                found.append(ContractChange(key, old, new))
         elif key not in TABLES:
             continue  # batch, sweep, cost
         elif old.get("name") != new.get("name"):
             if held:
-                found.append(Difference(f"{key}.name", old.get("name"), new.get("name")))
+                found.append(ContractChange(f"{key}.name", old.get("name"), new.get("name")))
         else:
             own, old = marked.group_options(key, new.get("name")), {**EARLIER.get(key, {}), **old}
-            found += [Difference(f"{key}.{option}", old[option], new[option]) for option in new
+            found += [ContractChange(f"{key}.{option}", old[option], new[option]) for option in new
                       if option in old and own.get(option, MARKS[key]).resume == "contract"
                       and not (new[option] is None and option in OPEN.get(key, ()))
                       and not same(old[option], new[option])]  # fmt: skip
@@ -81,7 +81,7 @@ def same(before: Any, now: Any) -> bool:
         return False
 
 
-def facts_changed(before: Mapping[str, Any], now: Mapping[str, Any], keys: Mapping[str, str]) -> list[Difference]:
+def facts_changed(before: Mapping[str, Any], now: Mapping[str, Any], keys: Mapping[str, str]) -> list[ContractChange]:
     """Numbers of the plan in which two runs differ; `keys`: fact -> the setting to name."""
-    return [Difference(setting, before[fact], now[fact]) for fact, setting in keys.items()
+    return [ContractChange(setting, before[fact], now[fact]) for fact, setting in keys.items()
             if fact in before and before[fact] != now[fact]]  # fmt: skip

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from isobatch import config as configuration
 from isobatch import tasks
 from isobatch.checkpoint import reading
-from isobatch.checkpoint.folder import Folder
+from isobatch.checkpoint.folder import CheckpointFolder
 from isobatch.checkpoint.reading import Saved
 from isobatch.errors import ConfigError
 from isobatch.resume import contract, cut, image_settings, rebuild, signature, weights_know
-from isobatch.resume.contract import Difference
+from isobatch.resume.contract import ContractChange
 from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping, usable
 from isobatch.run_folder.rows import after
@@ -70,7 +70,7 @@ class Resume:
         if self.task.trains and reading.exists(own) and not in_place:
             if config.checkpoint.resume == "auto":
                 return reading.read(own)
-            aside = Folder(own / layout.CHECKPOINTS).put_aside()
+            aside = CheckpointFolder(own / layout.CHECKPOINTS).put_aside()
             log.warning("checkpoint.resume=never: this run starts over, its earlier checkpoints are in %s", aside)
         # step 0 is the seed's: no checkpoint says more about it than the settings do
         return None if named is None or config.checkpoint.load == "step-0" else reading.read(named, config.checkpoint.load)
@@ -255,7 +255,7 @@ class Resume:
         except (Unreadable, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return {}
 
-    def _refuse(self, changed: list[Difference]) -> None:
+    def _refuse(self, changed: list[ContractChange]) -> None:
         if not changed:
             return
         assert self.saved is not None

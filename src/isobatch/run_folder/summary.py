@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from isobatch.train.loop import Loop
 
 
-class Run(Protocol):
+class Summarized(Protocol):
     """What a summary is told of a run; `loop` is None where it ended before its first step could be taken."""
 
     ranks: Ranks
@@ -33,7 +33,7 @@ class Run(Protocol):
     def device(self) -> torch.device: ...
 
 
-def summarize(run: Run, ending: str, error: BaseException | None) -> dict[str, Any]:
+def summarize(run: Summarized, ending: str, error: BaseException | None) -> dict[str, Any]:
     """The summary of a run that ended as `ending` (layout.ENDED, stopped or failed). When ENDED, a collective."""
     mine = this_rank(run)
     # a rank that failed cannot count on the others: only a run that ended together collects from all
@@ -65,7 +65,7 @@ def summarize(run: Run, ending: str, error: BaseException | None) -> dict[str, A
     return summary
 
 
-def digest(run: Run, ending: str) -> str | None:
+def digest(run: Summarized, ending: str) -> str | None:
     """weights_sha256 on the main rank. Of weights that are spread over ranks only when all of them are here."""
     assert run.loop is not None
     model = run.loop.state.model
@@ -78,7 +78,7 @@ def digest(run: Run, ending: str) -> str | None:
         return None
 
 
-def this_rank(run: Run) -> dict[str, Any]:
+def this_rank(run: Summarized) -> dict[str, Any]:
     device = run.device
     try:
         peak: float | None = accelerator.peak_memory_mb(device)

@@ -17,7 +17,7 @@ OWN = {*LENGTHS.values(), "min_lr", "warmup_lr", "step_on_epochs", "updates_per_
 
 
 @dataclass(frozen=True)
-class Timm:
+class TimmScheduler:
     """timm.scheduler.create_scheduler_v2. What it calls a rate is a factor here: of the rate that the optimizer's group has.
 
     Args:

@@ -17,7 +17,7 @@ from isobatch.shards.layout import Lanes
 Prepare = Callable[..., tuple[Tensor, Any]]
 
 
-class Several(NamedTuple):
+class ShardTargets(NamedTuple):
     """Targets of a micro batch of several shards: `targets` as the loss gets them, `lanes`: how the shards lie in them."""
 
     targets: Any
@@ -31,7 +31,7 @@ class EachShard:
         self.criterion, self.averages = criterion, averages
 
     def __call__(self, output: Any, targets: Any) -> Any:
-        if not isinstance(targets, Several):
+        if not isinstance(targets, ShardTargets):
             return self.criterion(output, targets)
         lanes = targets.lanes
         outputs, labels = parts(output, lanes), parts(targets.targets, lanes)
@@ -65,6 +65,6 @@ def handed_on(prepare: Prepare | None) -> Prepare:
     def prepared(inputs: Tensor, targets: Any, step: int, shards: tuple[int, ...], lanes: Lanes) -> tuple[Tensor, Any]:
         if prepare is not None:
             inputs, targets = prepare(inputs, targets, step, shards, lanes)
-        return inputs, Several(targets, lanes) if lanes.shared else targets
+        return inputs, ShardTargets(targets, lanes) if lanes.shared else targets
 
     return prepared

@@ -31,7 +31,7 @@ ELEMENTS = 4096  # of a tensor that are looked at, evenly spread
 Place = tuple[str, int, int]  # a module's name, how often it was called before, which of its output's tensors
 
 
-class Found(NamedTuple):
+class Findings(NamedTuple):
     """`coupling`: why a model cannot run shards together, in words that go on from "the model"; None: it can.
 
     `apart`: it draws, or normalises over samples, so that its shards have to be kept apart.
@@ -46,14 +46,14 @@ ALONE = nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.GELU, nn.
 APART = nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout
 
 
-def known(model: nn.Module) -> Found | None:
+def known(model: nn.Module) -> Findings | None:
     """What need not be tried, because `model` is made of well-known layers alone; None: it has to be."""
     types = {type(module) for module in model.modules()}
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return None if hooked or types - {*ALONE, *APART} else Found(None, bool(types & {*APART}))
+    return None if hooked or types - {*ALONE, *APART} else Findings(None, bool(types & {*APART}))
 
 
-def examine(model: nn.Module, samples: Tree, layouts: Iterable[Layout], device: torch.device) -> Found:
+def examine(model: nn.Module, samples: Tree, layouts: Iterable[Layout], device: torch.device) -> Findings:
     """Try it. Nothing is left behind: not in the model's buffers, nor in any generator.
 
     Args:
@@ -64,18 +64,18 @@ def examine(model: nn.Module, samples: Tree, layouts: Iterable[Layout], device: 
     used = False
     with unnoticed(model, device), torch.no_grad():
         for layout in layouts:
-            trial = Comparison(model, samples, layout, device)
+            trial = SharedForward(model, samples, layout, device)
             try:
                 reason = trial.reason()
             except NotApart as problem:
                 reason = str(problem)
             used |= trial.apart.used
             if reason is not None:
-                return Found(reason, used)
-    return Found(None, used)
+                return Findings(reason, used)
+    return Findings(None, used)
 
 
-class Comparison:
+class SharedForward:
     """One forward of all shards of `layout`, held against forwards of single shards."""
 
     def __init__(self, model: nn.Module, samples: Tree, layout: Layout, device: torch.device):

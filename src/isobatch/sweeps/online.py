@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.logger import RunInfo, WeightsAndBiases, access, job_facts
-from isobatch.report import Comparison
+from isobatch.report import Leaderboard
 
 
-def upload(node: Mapping[str, Any], folder: Path, comparison: Comparison) -> bool:
+def upload(node: Mapping[str, Any], folder: Path, comparison: Leaderboard) -> bool:
     """Send the table and the pictures, where the jobs' runs went online too; returns whether they did.
 
     Offline it would cost every sweep seconds for a table that lies in its folder anyway.

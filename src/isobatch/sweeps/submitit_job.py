@@ -21,7 +21,7 @@ from isobatch.sweeps.slots import Slot
 
 
 @dataclass
-class Task:
+class SubmittedJob:
     """Called with what the plugin's launcher is called with; pickled on the way.
 
     Args:
@@ -73,7 +73,7 @@ class Task:
         """What runs when the job starts again: the same, since its folder says how far it came."""
         import submitit
 
-        return submitit.helpers.DelayedSubmission(Task(self.launcher, self.slot, self.parent), *job)
+        return submitit.helpers.DelayedSubmission(SubmittedJob(self.launcher, self.slot, self.parent), *job)
 
 
 def take_over_warning(signum: int) -> tuple[threading.Event, Any]:

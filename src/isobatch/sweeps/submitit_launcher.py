@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.errors import CompactHydraException
 
 from isobatch.sweeps.slots import Slot
-from isobatch.sweeps.submitit_job import Task
+from isobatch.sweeps.submitit_job import SubmittedJob
 
 TICK_S = 0.2
 HARD_S = 10.0  # from the second request to stop until jobs are killed
@@ -62,7 +62,7 @@ class Submitted:
             if self.slots:
                 self.work_off(executor, deque(jobs), running, done)
             else:
-                queued = executor.map_array(Task(self.launcher), *zip(*(arguments(*job) for job in jobs), strict=True))
+                queued = executor.map_array(SubmittedJob(self.launcher), *zip(*(arguments(*job) for job in jobs), strict=True))
                 running += [Running(*job, None, its) for job, its in zip(jobs, queued, strict=True)]
                 while running:
                     if not collect(running, done):
@@ -93,7 +93,7 @@ class Submitted:
                 number, overrides = waiting.popleft()
                 slot = free.popleft()
                 words = " ".join(filter_overrides(overrides))
-                job = start(executor, Task(self.launcher, slot, os.getpid()), arguments(number, overrides))
+                job = start(executor, SubmittedJob(self.launcher, slot, os.getpid()), arguments(number, overrides))
                 running.append(Running(number, overrides, slot, job))
                 tell(f"job {number} starts on {slot}: {words}")
             ended = collect(running, done)
@@ -107,7 +107,7 @@ def arguments(number: int, overrides: list[str]) -> tuple[Any, ...]:
     return overrides, "hydra.sweep.dir", number, f"job_id_for_{number}", Singleton.get_state()
 
 
-def start(executor: Any, task: Task, job: tuple[Any, ...]) -> Any:
+def start(executor: Any, task: SubmittedJob, job: tuple[Any, ...]) -> Any:
     """Submit; submitit's processes ignore Ctrl-C (they would give a job one second), since this one tells them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

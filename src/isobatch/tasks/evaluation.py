@@ -10,7 +10,7 @@ from isobatch.tasks.base import Task, Work, needs_weights
 
 if TYPE_CHECKING:
     from isobatch.config import Config
-    from isobatch.evaluate import Classes
+    from isobatch.evaluate import Confusion
 
 log = logging.getLogger("isobatch")
 
@@ -33,7 +33,7 @@ def evaluate(work: Work) -> None:
 
     The counts are integers and every sample has a place of its own, so the files are the same at any number of ranks.
     """
-    from isobatch.evaluate import Answers, Classes, write
+    from isobatch.evaluate import Answers, Confusion, write
 
     loop, info, run_dir = work.loop, work.info, work.run_dir
     evaluator, state = loop.evaluator, loop.state
@@ -43,7 +43,7 @@ def evaluate(work: Work) -> None:
     if evaluator.answers is None:
         return
     answers = evaluator.answers.gather(loop.ranks)
-    classes = Classes(answers.counts(info.num_classes), info.class_names)
+    classes = Confusion(answers.counts(info.num_classes), info.class_names)
     loop.last_eval = {**loop.last_eval, **classes.means()}
     if not loop.ranks.is_main:
         return
@@ -62,7 +62,7 @@ def evaluate(work: Work) -> None:
     loop.logger.report({"samples": state.samples}, images, tables)
 
 
-def tell(classes: Classes, run_dir: Path, written: list[Path]) -> None:
+def tell(classes: Confusion, run_dir: Path, written: list[Path]) -> None:
     """Two lines for a person: where it is weakest, and where the rest is written."""
     there = [row for row in classes.rows() if row["samples"]]
     worst = min(there, key=lambda row: row["recall"])

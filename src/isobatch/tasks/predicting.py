@@ -72,7 +72,7 @@ def predict(config: Config, run_dir: Path, ranks: Ranks) -> None:
     began = time.monotonic()
     console.begin(0)
     try:
-        answers = Answers(dataclasses.replace(config, data=options), trained, split, ranks, device, lanes)
+        answers = Predictor(dataclasses.replace(config, data=options), trained, split, ranks, device, lanes)
         for answered in answers:
             on_main(ranks, lambda some=answered: made[0].write(some))
             console.counted(answered.start + len(answered.names))
@@ -152,7 +152,7 @@ class ByElement(NamedTuple):
     classes: Tensor
 
 
-class Answers:
+class Predictor:
     """The answers in the order of the samples, as the main rank gets them; the others get rows without outputs.
 
     Batch i goes to rank i mod world size, there to its devices in turn.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from isobatch.batch_plan import counted
-from isobatch.compare.rows import Rows, compare_rows
+from isobatch.compare.rows import RowComparison, compare_rows
 from isobatch.compare.runs import as_changes
 from isobatch.config import flat
 from isobatch.errors import ConfigError, JobFailed
@@ -118,7 +118,7 @@ def judge(work: Work, run: Path, first: int, tensors: list[str] | None) -> dict[
     return result
 
 
-def rows_of(rows: Rows) -> dict[str, Any]:
+def rows_of(rows: RowComparison) -> dict[str, Any]:
     return {"common": rows.common, "first": rows.first and rows.first.__dict__, "largest": rows.largest}
 
 
