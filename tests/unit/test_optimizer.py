@@ -62,7 +62,7 @@ def test_layer_decay_scales_the_rate_from_the_head_down() -> None:
 
 
 def test_a_start_without_a_timm_model_does_not_wait_for_timm() -> None:
-    done = subprocess.run([sys.executable, "-c", "import sys, torch; from isobatch.optimizer import Timm;"
-                           "Timm(opt='momentum').build(torch.nn.Linear(2, 2), 4); assert 'timm' not in sys.modules"],
+    done = subprocess.run([sys.executable, "-c", "import sys, torch; from isobatch.optimizer import TimmOptimizer;"
+                           "TimmOptimizer(opt='momentum').build(torch.nn.Linear(2, 2), 4); assert 'timm' not in sys.modules"],
                           capture_output=True, text=True, timeout=200)  # fmt: skip
     assert done.returncode == 0, done.stderr
