@@ -29,7 +29,7 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isobatch.runtime.cores.LEAST_S", math.inf)  # the plan says that a machine is busy: not in tests
 
 
-OPTIONAL = ("trackio", "mlflow")  # packages that `.[test]` leaves out: see pyproject.toml
+OPTIONAL = ("trackio", "mlflow", "faster_coco_eval")  # packages that `.[test]` leaves out: see pyproject.toml
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,7 +20,7 @@ from isobatch.data.device import ToDevice
 from isobatch.data.feed import TensorSource
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.evaluate.evaluator import Evaluator
-from isobatch.metrics import Auto, Named, NoMetrics
+from isobatch.metrics import Auto, Named, NoMetrics, boxes
 from isobatch.precision.levels import Full
 from isobatch.runtime.distributed import Ranks
 
@@ -173,3 +173,39 @@ def test_what_best_and_the_search_follow_is_there() -> None:
 
 def metrics_of_nothing() -> dict[str, float]:
     return evaluated(Auto(), draw(3, 6, 5), torch.full((3, 5), -100), Ranks())
+
+
+BOXES = {"boxes": torch.tensor([[[0.0, 0, 9, 9], [5, 5, 9, 9]], [[1, 1, 6, 6], [0, 0, 0, 0]]]),
+         "labels": torch.tensor([[0, 1], [1, -1]])}  # fmt: skip
+
+
+def test_boxes_are_told_apart_from_room_that_is_not_used() -> None:
+    made = Named(names=["IntersectionOverUnion"]).build(None, None, 2, None)[0]
+    made.begin()
+    for number in (1, 0):  # out of order, as ranks have them
+        rows = {key: value[number : number + 1] for key, value in BOXES.items()}
+        made.fill(torch.zeros(0), number, {**rows, "scores": torch.tensor([[0.9, 0.8]]), "losses": torch.zeros(())}, rows)
+    batches = made.all(Ranks())
+    assert [set(output) for output, _ in batches] == [{"boxes", "scores", "labels"}] * 2
+    assert [len(boxes.of_pictures(targets)[0]["labels"]) for _, targets in batches] == [2, 1]
+    for number in (0, 1):
+        rows = {key: value[number : number + 1] for key, value in BOXES.items()}
+        made.fill(torch.zeros(0), number, {**rows, "scores": torch.ones(1, 2)}, rows)
+    assert made.values([], Ranks())["iou"] == 1
+    with pytest.raises(JobFailed, match="asks outputs and targets for boxes, scores, labels with a row for each picture"):
+        made.fill(torch.zeros(0), 0, torch.zeros(2, 4), BOXES)
+
+
+def test_mean_average_precision_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^metrics\.names=MeanAveragePrecision: needs the package .*isobatch\[detection\]"):
+        Auto(names=["MeanAveragePrecision"])
+
+
+def test_mean_average_precision() -> None:
+    pytest.importorskip("faster_coco_eval")
+    made = Named(names=["MeanAveragePrecision"]).build(None, None, 2, None)[0]
+    made.begin()
+    made.fill(torch.zeros(0), 0, {**BOXES, "scores": torch.tensor([[0.9, 0.8], [0.7, 0.0]])}, BOXES)
+    found = made.values([], Ranks())
+    assert found["map"] == pytest.approx(1) and "map_large" not in found and "classes" not in found

@@ -4,6 +4,7 @@ of ranks: sums by batch, whole counts, or rows put in the order of the samples.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from isobatch.marks import Marks, option
 if TYPE_CHECKING:
     from isobatch.metrics.base import Metric
 
+PACKAGES = {"MeanAveragePrecision": ("faster_coco_eval", "pycocotools")}  # of which one has to be there
 OWN: dict[str, Callable[..., Any]] = {}  # isobatch.register("metric", name, f)
 
 
@@ -51,6 +53,10 @@ class Auto(NoMetrics):
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             raise ConfigError("metrics.names", self.names, "names one twice", "name each once")
+        for name in set(self.names) & set(PACKAGES):
+            if not any(map(importlib.util.find_spec, PACKAGES[name])):
+                raise ConfigError("metrics.names", name, f"needs the package {' or '.join(PACKAGES[name])}",
+                                  "pip install 'isobatch[detection]'")  # fmt: skip
         for name, value in self.kwargs.items():
             if name not in self.names or not isinstance(value, dict):
                 raise ConfigError(

@@ -8,6 +8,7 @@ rank.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable
@@ -17,12 +18,23 @@ import torch
 from torch import Tensor
 
 from isobatch.errors import ConfigError, JobFailed
-from isobatch.metrics import OWN
+from isobatch.metrics import OWN, PACKAGES
 from isobatch.metrics.base import TORCHS, Metric, kind, probabilities
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.trees import mapped
 
-ROOMS = "classification", "regression", "segmentation", "text", "image", "retrieval", "clustering", "nominal", "shape"
+ROOMS = (
+    "classification",
+    "regression",
+    "segmentation",
+    "text",
+    "image",
+    "retrieval",
+    "clustering",
+    "nominal",
+    "shape",
+    "detection",
+)
 
 
 def labels(count: int) -> list[Metric]:
@@ -45,6 +57,10 @@ def build(name: str, kwargs: dict[str, Any], output: Any, targets: Any, num_clas
     if own is not None and not inspect.isclass(own):
         return Rows(name, own, kwargs)
     count = num_classes or (output.shape[1] if isinstance(output, Tensor) and output.ndim > 1 else 0)
+    if own is None and _class(name).__module__.startswith("torchmetrics.detection"):
+        from isobatch.metrics import boxes
+
+        return boxes.Boxes(name, lambda: _made(name, kwargs, count, None), "boxes")
     left_out = ignored if ignored is not None or of in ("classes", "labels", "numbers", "other") else TORCHS
     return Library(name, lambda: _made(name, kwargs, count, left_out), of)
 
@@ -53,9 +69,11 @@ def _made(name: str, kwargs: dict[str, Any], count: int, ignored: int | None) ->
     """A new metric of torchmetrics (or a registered class like it), with the number of classes where it asks for one."""
     found = OWN.get(name) or _class(name)
     takes = inspect.signature(found).parameters
-    given = {key: count for key in ("num_classes", "num_labels") if key in takes}
+    given: dict[str, Any] = {key: count for key in ("num_classes", "num_labels") if key in takes}
     if ignored is not None and "ignore_index" in takes:
         given["ignore_index"] = ignored
+    if "backend" in takes and name in PACKAGES:
+        given["backend"] = next(filter(importlib.util.find_spec, PACKAGES[name]))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
