@@ -78,10 +78,26 @@ def test_ties_are_broken_by_the_loss_and_equal_figures_are_not_bold(tmp_path: Pa
     swept(tmp_path)
     comparison = report(tmp_path)[0]
     assert [run.job for run in comparison.runs] == ["3", "1", "2", "0"]
-    assert comparison.is_best("best eval/accuracy", 0.6) and not comparison.is_best("best eval/accuracy", 0.5)
-    assert comparison.is_best("best eval/accuracy", 0.60000001), "what is shown as the best is the best"
-    assert not comparison.is_best("samples/s", 100.0), "all are equal"
+    assert comparison.leading("best eval/accuracy") == comparison.winners("best eval/accuracy") == [0, 1]
+    assert not comparison.leading("samples/s") and len(comparison.winners("samples/s")) == 4, "all are equal"
     assert direction("train/loss_scale") == direction("final train/loss_scale") == 0
+
+
+def test_best_is_said_among_those_that_compete_as_they_are_shown(tmp_path: Path) -> None:
+    figures = [0.6, 0.60000001, None, 0.6, 0.9]  # equal to a person; unknown; not completed; no training
+    for job, figure in enumerate(figures):
+        more = [{}, {}, {}, {"state": "failed", "error": "x"}, {}][job]
+        best = {} if figure is None else {"eval/accuracy": figure}
+        write_run(tmp_path / str(job), [1.0], config={"seed": job, "task": "evaluate" if job == 4 else "train"},
+                  overrides=[f"seed={job}"], summary={"best": best, **more})  # fmt: skip
+    comparison, _, page = report(tmp_path, 200)
+    assert comparison.leading("best eval/accuracy") == [], "neither an unknown one, nor a failed, nor an evaluation is beaten"
+    assert [comparison.runs[at].job for at in comparison.winners("best eval/accuracy")] == ["1", "0"]
+    assert "2 jobs, the first" in page and "n best" not in page
+    write_run(tmp_path / "5", [1.0], overrides=["seed=5"], summary={"best": {"eval/accuracy": 0.5}})
+    comparison, _, page = report(tmp_path, 200)
+    assert {comparison.runs[at].job for at in comparison.leading("best eval/accuracy")} == {"0", "1"}
+    assert page.count("n best") == 2
 
 
 def test_columns_that_are_the_same_everywhere_are_folded(tmp_path: Path) -> None:

@@ -67,8 +67,7 @@ def _cards(comparison: Leaderboard) -> str:
     for key, unit in ((comparison.primary, ""), ("samples/s", " samples/s"), ("peak MB", " MB")):
         best = comparison.best(key) if key else None
         if key and best is not None:
-            jobs = [name for name, row in zip(comparison.names, comparison.rows, strict=True) if row[key] == best]
-            who = jobs[0] if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
+            who = _who([comparison.names[at] for at in comparison.winners(key)])
             label = {"samples/s": "fastest", "peak MB": "least peak memory"}.get(key, key)
             cards.append((label, f"{show(best)}<small>{unit}</small>", who))
     if spread := comparison.spread():
@@ -90,6 +89,10 @@ def _cards(comparison: Leaderboard) -> str:
     return f'<dl class="cards">{items}</dl>'
 
 
+def _who(jobs: Sequence[str]) -> str:
+    return jobs[0] if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
+
+
 def _problems(comparison: Leaderboard) -> str:
     """What kept jobs from completing, the jobs that share a reason on one line."""
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -98,7 +101,7 @@ def _problems(comparison: Leaderboard) -> str:
             reasons.setdefault((run.state, run.error or ""), []).append(name)
     items = []
     for (state, error), jobs in list(reasons.items())[:_REASONS]:
-        who = jobs[0] if len(jobs) == 1 else f"{len(jobs)} jobs, the first {jobs[0]}"
+        who = _who(jobs)
         items.append(f"<li><b>{escape(who)}</b> {badge(state)} {escape(error)}</li>")
     items += [f"<li>left out: {escape(one_line(folder))} is a run of another program</li>" for folder in comparison.foreign[:3]]
     if len(comparison.foreign) > 3:

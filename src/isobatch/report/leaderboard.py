@@ -37,11 +37,12 @@ def leaderboard(comparison: Leaderboard) -> str:
             f'<th scope="col" class="h{" edge" * (at in edges)}"{order * (column.key == comparison.primary)}>'
             f"<button>{_breakable(column.title)}</button></th>"
         )
+    leading = {c.key: set(comparison.leading(c.key)) for c in columns}
     widest = {key: max([number(row.get(key)) for row in rows if number(row.get(key)) > 0] or [1]) for key in _BARS}
     lines = []
     for index, row in enumerate(rows):
         cells = [
-            _cell(row[c.key], c, comparison.is_best(c.key, row[c.key]), widest.get(c.key), "edge" if at in edges else "")
+            _cell(row[c.key], c, index in leading[c.key], widest.get(c.key), "edge" if at in edges else "")
             for at, c in enumerate(columns)
             if c.key != JOB
         ]

@@ -68,9 +68,24 @@ class Leaderboard:
         column = next((c for c in self.columns if c.key == key), None)
         if column is None or column.better == 0:
             return None
-        values = [number(row[key]) for row, run in zip(self.rows, self.runs, strict=True) if run.completed and trains(run)]
-        finite = [value for value in values if math.isfinite(value)]
+        finite = self._competing(key).values()
         return (max if column.better > 0 else min)(finite) if finite else None
+
+    def _competing(self, key: str) -> dict[int, float]:
+        """Row -> value, of the rows that are compared: completed trainings with a finite value."""
+        values = {at: number(row[key]) for at, row in enumerate(self.rows)
+                  if self.runs[at].completed and trains(self.runs[at])}  # fmt: skip
+        return {at: value for at, value in values.items() if math.isfinite(value)}
+
+    def winners(self, key: str) -> list[int]:
+        """The rows that show a column's best value, in order: equal figures are equal to a person."""
+        best = show(self.best(key))
+        return [at for at in self._competing(key) if show(self.rows[at][key]) == best]
+
+    def leading(self, key: str) -> list[int]:
+        """The winners, where they have beaten somebody: alone, or among equals, nothing is best."""
+        winners = self.winners(key)
+        return winners if len(winners) < len(self._competing(key)) else []
 
     def spread(self) -> str | None:
         """What repeats of one training reach, where the jobs differ in seeds or folds alone; None = they do not."""
@@ -80,13 +95,6 @@ class Leaderboard:
             return None
         return (f"{self.primary} over {', '.join(self.swept)}: mean {statistics.fmean(values):.6g}, standard deviation "
                 f"{statistics.stdev(values):.3g}, of {len(values)} jobs")  # fmt: skip
-
-    def is_best(self, key: str, value: Cell) -> bool:
-        """Whether a value is shown as the best one is; of a column that shows the same everywhere nothing is best."""
-        best = self.best(key)
-        if best is None or not isinstance(value, int | float):
-            return False
-        return show(value) == show(best) and len({show(row[key]) for row in self.rows}) > 1
 
 
 def trains(run: RunRecord) -> bool:

@@ -54,9 +54,10 @@ def print_table(comparison: Leaderboard, console: Console | None = None) -> None
     for column in columns:
         numeric = any(isinstance(row[column.key], int | float) for row in comparison.rows)
         table.add_column(Text(_heading(column, comparison.swept)), justify="right" if numeric else "left", overflow="fold")
-    for row in comparison.rows[:_SHOWN_IN_TERMINAL]:
+    leading = {c.key: set(comparison.leading(c.key)) for c in columns}
+    for at, row in enumerate(comparison.rows[:_SHOWN_IN_TERMINAL]):
         # Text, not markup: a config value such as [red] is shown as it is.
-        table.add_row(*[Text(show(row[c.key]), style=_style(row[c.key], c, comparison)) for c in columns])
+        table.add_row(*[Text(show(row[c.key]), style=_style(row[c.key], c, at in leading[c.key])) for c in columns])
     console.print(table)
     if len(comparison.rows) > _SHOWN_IN_TERMINAL:
         console.print(f"... and {len(comparison.rows) - _SHOWN_IN_TERMINAL} more in report.csv", highlight=False)
@@ -96,9 +97,9 @@ def _title(comparison: Leaderboard) -> str:
     return f"{len(comparison.runs)} job{'s' * (len(comparison.runs) != 1)}, {done} completed{order}"
 
 
-def _style(value: Cell, column: Column, comparison: Leaderboard) -> str:
+def _style(value: Cell, column: Column, leads: bool) -> str:
     if column.key == "state":
         return "green" if value in ENDED else "red"
     if isinstance(value, float) and not math.isfinite(value):
         return "red"
-    return "bold green" if comparison.is_best(column.key, value) else ""
+    return "bold green" if leads else ""
