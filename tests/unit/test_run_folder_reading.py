@@ -41,6 +41,7 @@ from isobatch.run_folder.reading import (
     read_yaml,
     usable,
 )
+from isobatch.run_folder.rows import Standing, beyond
 from isobatch.runtime.distributed import Ranks
 
 SRC = Path(__file__).parents[2] / "src/isobatch"
@@ -89,7 +90,8 @@ def readers(folder: Path) -> dict[str, Callable[[], Any]]:
         "launcher": lambda: RunFolder(folder)._read(),
         "config": lambda: usable(folder, "config.yaml"),
         "completed": files.completed,
-        "metrics of a restart": lambda: files.resume_metrics(3),
+        "metrics of a restart": lambda: files.resume_metrics(Standing(3, 3, 144)),
+        "rows of a logger": lambda: beyond(folder, Standing(1, 0, 48)),
     }
 
 

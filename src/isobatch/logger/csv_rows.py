@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.logger.protocol import Logger, RunInfo
+from isobatch.run_folder.rows import name_of
 
 NAME = "metrics.csv"
 
@@ -26,7 +27,8 @@ class CsvLogger(Logger):
     def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0,
               logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
         """What was written after the checkpoint that a run goes on from is written again."""
-        before = [row for row in self._rows() if _number(row.get("samples")) <= samples] if samples else []
+        before = [row for row in self._rows() if _number(row.get("samples")) <= samples and _name(row) not in logged]
+        before = before if samples else []
         self.columns = list(before[0]) if before else []
         self._write(before)
 
@@ -64,6 +66,13 @@ class CsvLogger(Logger):
             writer.writerows(rows)
         os.replace(part, self.path)
         self._file = Path(self.path).open("a", encoding="utf-8", newline="")  # noqa: SIM115, until the end of the run
+
+
+def _name(row: Mapping[str, str]) -> tuple[int, str] | None:
+    """As of what was logged: a cell is empty where the row had nothing."""
+    with suppress(ValueError):
+        return name_of({key: value for key, value in row.items() if value})
+    return None
 
 
 def _number(text: Any) -> float:

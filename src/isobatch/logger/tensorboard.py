@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.logger.protocol import Logger, RunInfo, Table
+from isobatch.run_folder.rows import name_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +26,7 @@ class TensorBoardLogger(Logger):
         self.how_to_look = [f"tensorboard --logdir {self.folder}"]
         self._writer: Any = None
         self._watched = 0
+        self._logged: Collection[tuple[int, str]] = ()
 
     def start(self, plan: Mapping[str, Any], run_id: str | None = None, samples: int = 0,
               logged: Collection[tuple[int, str]] = ()) -> None:  # fmt: skip
@@ -32,11 +34,14 @@ class TensorBoardLogger(Logger):
 
         # what was written after the checkpoint that a run goes on from is written again
         purge = samples + 1 if samples else None
+        self._logged = {name for name in logged if name[0] <= samples}  # but for an evaluation that the checkpoint lacks
         self._writer = SummaryWriter(str(self.folder), purge_step=purge, flush_secs=self.options.flush_s)
         self._writer.add_text("config", f"```json\n{json.dumps(dict(self.info.plain), indent=2, default=str)}\n```")
         self._writer.add_text("plan", "\n".join(f"- {key}: {value}" for key, value in plan.items()))
 
     def log(self, row: Mapping[str, Any]) -> None:
+        if name_of(row) in self._logged:
+            return
         for key, value in row.items():
             if key != "samples" and isinstance(value, int | float):
                 self._writer.add_scalar(key, value, row["samples"])

@@ -18,7 +18,7 @@ from isobatch.resume import contract, cut, image_settings, rebuild, signature, w
 from isobatch.resume.contract import ContractChange
 from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping, usable
-from isobatch.run_folder.rows import after
+from isobatch.run_folder.rows import Standing, beyond
 
 if TYPE_CHECKING:
     import torch
@@ -218,7 +218,7 @@ class Resume:
         for note in self.notes[told:]:
             log.info("resume: %s", note)
         if self.task.trains and not self.config.allow_contract_change:
-            self.logged = after(self.saved.run, self.saved.step)
+            self.logged = beyond(self.saved.run, Standing(state.step, state.evaluated, state.samples))
 
     def ended(self, ending: Ending | None) -> Ending | None:
         """`ending`, by which a rule of `stop` has ended the run that is resumed, if it still holds."""

@@ -21,6 +21,7 @@ from isobatch.resume import teacher
 from isobatch.run.planned import Planned
 from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
+from isobatch.run_folder.rows import Standing
 from isobatch.runtime import hardware
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import ShardSeeder, draws_on_host
@@ -83,7 +84,8 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         working.push_weights()
     resume.choose_weights(state)
     if trains:
-        files.resume_metrics(state.step)  # this folder's rows from before a restart, as far as they stand
+        # this folder's rows from before a restart, as far as they stand
+        files.resume_metrics(Standing(state.step, state.evaluated, state.samples), resume.logged)
         resume.adopt(checkpointer)
     lanes = config.parallel.lane_devices(device)
     criterion = config.loss.build()

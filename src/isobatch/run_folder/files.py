@@ -65,17 +65,22 @@ class RunFiles:
         """What is found out between the plan and the first step."""
         self.plan({**self.planned, **facts})
 
-    def resume_metrics(self, step: int) -> None:
-        """Drop rows after `step`: a resumed run writes them again."""
+    def resume_metrics(self, at: rows.Standing, logged: frozenset[tuple[int, str]] = frozenset()) -> None:
+        """Drop the rows from beyond a checkpoint: a resumed run writes them again.
+
+        `logged`: what a logger may have of them (see `beyond`); kept in a file, should this run be interrupted too.
+        """
         path = self.folder / layout.METRICS
         if not self.is_main:
             return
+        if logged:
+            with contextlib.suppress(OSError):
+                write_json(self.folder / layout.LOGGED, {"rows": sorted(logged)})
         part = path.with_name(path.name + ".part")
         try:
             with rows.open_rows(self.folder) as before, part.open("wb") as after:
                 whole = (line for line in reading.lines(before) if line.endswith(b"\n"))
-                kept = ((line, rows.step_of(rows.parsed(line))) for line in whole)
-                after.writelines(line for line, at in kept if at is not None and at <= step)
+                after.writelines(line for line in whole if at.has(rows.parsed(line)))
             os.replace(part, path)
         except reading.Missing:
             return

@@ -11,6 +11,7 @@ PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 LOG = "train.log"
+LOGGED = "logged.json"  # rows that a logger has and metrics.jsonl not, since the run was interrupted after them
 CHECKPOINTS = "checkpoints"
 MULTIRUN = "multirun.yaml"
 

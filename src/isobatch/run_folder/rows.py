@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from isobatch.run_folder import layout, reading
 
@@ -62,12 +62,31 @@ def name_of(row: Mapping[str, Any]) -> tuple[int, str]:
     return int(row["samples"]), "eval" if is_evaluation(row) else "train"
 
 
-def after(run: Path, step: int) -> frozenset[tuple[int, str]]:
-    """Names of the rows of `run` after `step`: what a run that goes on from there logs a second time."""
+class Standing(NamedTuple):
+    """Where a checkpoint stands: its step, the step of its latest evaluation (one at `step` may be owed), its samples."""
+
+    step: int
+    evaluated: int
+    samples: int
+
+    def has(self, row: Mapping[str, Any] | None) -> bool:
+        """Whether a row is not from beyond the checkpoint; what is no row is not."""
+        step = step_of(row)
+        return row is not None and step is not None and step <= (self.evaluated if is_evaluation(row) else self.step)
+
+
+def beyond(run: Path, at: Standing) -> frozenset[tuple[int, str]]:
+    """Names of the rows that a logger may have of `run` from beyond a checkpoint: what a run that goes on from there logs a
+    second time."""
     found = set()
     with suppress(reading.Unreadable, OSError):
         for row in rows(run):
-            if (at := step_of(row)) is not None and at > step:
+            if step_of(row) is not None and not at.has(row):
                 with suppress(ValueError, KeyError, TypeError, OverflowError):
                     found.add(name_of(row))
+    owed = {"eval"} if at.evaluated < at.step else set()
+    with suppress(reading.Unreadable, ValueError, KeyError, TypeError, OverflowError):
+        for samples, kind in reading.read_mapping(run, layout.LOGGED)["rows"]:
+            if samples > at.samples or (samples == at.samples and kind in owed):
+                found.add((int(samples), str(kind)))
     return frozenset(found)

@@ -222,14 +222,15 @@ class Loop:
         state.better = better or state.better
         improved = options.improved(state.best, result, state.step)
         memory = self.ranks.gather_objects(accelerator.peak_memory_mb(self.parts.device)) or []
-        self.logger.log({**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},
-                         **{f"memory/rank{rank}_mb": peak for rank, peak in enumerate(memory)}})  # fmt: skip
+        logged = {**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},
+                  **{f"memory/rank{rank}_mb": peak for rank, peak in enumerate(memory)}}  # fmt: skip
         if self.log_weights:
             flat = torch.cat([whole(p).detach().reshape(-1) for p in state.parameters])
             row["weights"] = [round(w, 6) for w in flat[: self.log_weights].tolist()]
         if both and self.chain.evaluations:
             row |= self.chain.link(state)
-        self.files.row(row)
+        self.files.row(row)  # first: what a logger has that this file lacks would be logged twice after a kill
+        self.logger.log(logged)
         self.console.evaluation(row, improved)
         return better is not None
 
