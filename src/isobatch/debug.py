@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from isobatch.data import Split
+
 NEVER = 2**31 - 1  # steps between two evaluations; the last step of a run is evaluated all the same
 
 
@@ -31,6 +33,10 @@ class NoDebug:
     def on(self, config: Any, effective: int) -> Any:
         """The config that is trained. effective: samples of a window."""
         return config
+
+    def evaluated(self, split: Split, effective: int) -> Split:
+        """What an evaluation of the training looks at."""
+        return split
 
     def check_with(self, config: Any) -> None:
         """Raise ConfigError for settings that it cannot be with."""
@@ -81,7 +87,7 @@ class Short(NoDebug):
     """A few windows, an evaluation, a checkpoint, and the end: whether all of a run works.
 
     Args:
-        windows: how many.
+        windows: how many. The evaluation is of as many samples, from all of its split.
     """
 
     name: str = "short"
@@ -92,6 +98,9 @@ class Short(NoDebug):
 
     def on(self, config: Any, effective: int) -> Any:
         return dataclasses.replace(config, steps=self.windows, epochs=None, eval_every=NEVER)
+
+    def evaluated(self, split: Split, effective: int) -> Split:
+        return split.some(self.windows * effective)
 
 
 @dataclass(frozen=True)

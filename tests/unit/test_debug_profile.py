@@ -13,6 +13,7 @@ import torch
 from harness import BASE, plain, summary, train, train_ranks
 
 from isobatch.config import load, options
+from isobatch.data import Split
 from isobatch.debug import SameAgain
 from isobatch.errors import ConfigError
 from isobatch.profile import Memory
@@ -47,10 +48,25 @@ def test_several_windows_are_an_epoch() -> None:
     assert found.order_size(8) == 8 and first.equal(Shuffle().order(0, 100, 3, lambda: torch.zeros(0))[:20])
 
 
-def test_a_short_run_goes_through_everything_once(tmp_path: Path) -> None:
-    train(tmp_path, *WORDS, "debug=short")
+def test_a_short_run_goes_through_everything_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+    with caplog.at_level("INFO", logger="isobatch"):
+        train(tmp_path, *WORDS, "debug=short")
     assert summary(tmp_path)["steps"] == 3 and summary(tmp_path)["state"] == "completed"
-    assert len([row for row in rows(tmp_path) if "eval/loss" in row]) == 1 and (tmp_path / "checkpoints").is_dir()
+    (evaluation,) = [row for row in rows(tmp_path) if "eval/loss" in row]
+    assert evaluation["eval/samples"] == 3 * 24 and (tmp_path / "checkpoints").is_dir()
+    assert "debug=short: the evaluation is of 72 of 359 samples" in caplog.text + capsys.readouterr().out
+    train(tmp_path / "whole", *WORDS, "debug=short", "task=evaluate", f"resume={tmp_path}")
+    assert summary(tmp_path / "whole")["final"]["eval/samples"] == 359  # what is asked for by itself is of all
+
+
+def test_some_samples_are_of_all_of_a_split() -> None:
+    inputs, targets = torch.arange(10.0).view(10, 1), torch.arange(10)
+    for tensors in (None, (inputs, targets)):
+        split = Split([(inputs[i], i) for i in range(10)], tensors)
+        some = split.some(4)
+        assert some.targets().tolist() == [some.dataset[i][1] for i in range(4)] == [0, 2, 5, 7] and len(some) == 4
+        assert tensors is None or some.tensors[0].flatten().tolist() == [0, 2, 5, 7]
+        assert split.some(10) is split
 
 
 class Rotten(torch.autograd.Function):

@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from isobatch import hydra_patches, launch, sweeps
-from isobatch.cli import dotenv
+from isobatch.cli import agent, dotenv
 from isobatch.cli.help_screen import help_screen, own_folders
 from isobatch.cli.swept_overrides import WORD, reachable
 from isobatch.cli.verbs import run_verb
@@ -125,6 +125,7 @@ def tell(text: str) -> None:
 def main() -> None:
     """Entry point of train.py and of the console script."""
     streams.install()
+    leaves = agent.watched()
     if (code_of_verb := run_verb(sys.argv[1:])) is not None:
         sys.exit(code_of_verb)
     for line in dotenv.read(Path.cwd()):
@@ -179,6 +180,7 @@ def main() -> None:
     finally:
         hydra_patches.STAMP.release()
         launch.finish(code)
+    leaves(code)
     sys.exit(code)
 
 

@@ -88,6 +88,19 @@ class Split:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def some(self, count: int) -> Split:
+        """`count` of its samples, at even distances (classes often lie one behind the other); itself where it has no more."""
+        from isobatch.data.held_out import SomeSamples
+
+        n = len(self)
+        if count >= n:
+            return self
+        rows = [k * n // count for k in range(count)]
+        tensors = None if self.tensors is None else (self.tensors[0][rows], self.tensors[1][rows])
+        return Split(
+            SomeSamples(self.dataset, rows), tensors, lambda: self.targets()[rows], self.info, self.light, self.collate
+        )
+
     def describe(self, index: int) -> str:
         """How a person finds sample `index`."""
         name = getattr(self.dataset, "describe", None)

@@ -128,6 +128,9 @@ def plan_run(settled: Settled, task: Task, ranks: Ranks) -> Planned:
     notes = [*splits.info.notes, *settled_habits, *resumed, *chosen.words, *([sharing.note] if sharing.note else [])]
     if task.trains:
         notes += filter(None, (config.ema.note(total), config.audit.note(total)))
+        whole, splits = splits.eval, dataclasses.replace(splits, eval=config.debug.evaluated(splits.eval, batch.effective))
+        if len(splits.eval) < len(whole):
+            notes.append(f"debug={config.debug.name}: the evaluation is of {len(splits.eval):,} of {len(whole):,} samples")
     notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
     view = {"data": plan_notes.data(splits), **plan_notes.view(config, plan, total, counted, device), **ahead.view}
     return Planned(config, resume, device, splits, model, plan, total, sharing, counts, record,
