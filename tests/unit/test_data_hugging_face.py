@@ -73,6 +73,18 @@ def test_samples_are_held_out_of_the_training_split(tmp_path: Path) -> None:
     assert len(data(tmp_path / "alone", holdout=2).load(None, 0).eval) == 2
 
 
+def test_a_class_map_orders_joins_and_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "map.txt").write_text("cat\nant,other\ndog,other\n")
+    splits = data(saved(tmp_path / "saved"), class_map=str(tmp_path / "map.txt")).load(None, 0)
+    assert splits.info.class_names == ("cat", "other")
+    assert shades(splits.train) == [0, 2, 3, 5, 6, 8, 9, 11] and splits.train.targets().tolist() == [1, 0] * 4
+    assert shades(splits.eval) == [3, 5] and splits.eval.targets().tolist() == [1, 0]
+    words = saved(tmp_path / "words", name=["x", "y", "z"] * 4)
+    (tmp_path / "map.txt").write_text("z\nx\n")
+    splits = data(words, class_map=str(tmp_path / "map.txt"), label_column="name").load(None, 0)
+    assert splits.info.class_names == ("z", "x") and splits.train.targets().tolist() == [1, 0] * 4
+
+
 def test_a_shuffled_data_set_keeps_its_order(tmp_path: Path) -> None:
     both = datasets.DatasetDict(train=rows(range(12)).shuffle(seed=3), validation=rows(range(3)))
     both.save_to_disk(tmp_path / "saved")

@@ -84,6 +84,24 @@ def test_samples_are_held_out_of_the_training_tars(tars: Path) -> None:
     assert splits.train.dataset.dataset is not splits.eval.dataset.dataset, "one would close the other's files"
 
 
+def test_a_class_map_orders_joins_and_leaves_out(tmp_path: Path) -> None:
+    words = ["cat", "bee", "ant", "dog"]
+    members = [m for i in range(12) for m in ((f"{i:02d}.jpg", jpeg(10 * i)), (f"{i:02d}.txt", words[i % 4].encode()))]
+    write(tmp_path / "train-0.tar", *members)
+    write(tmp_path / "val-0.tar", *members[:8])
+    (tmp_path / "map.txt").write_text("cat\nbee,insect\nant,insect\n")
+    splits = data(tmp_path, class_map=str(tmp_path / "map.txt")).load(None, 0)
+    assert splits.info.class_names == ("cat", "insect") and splits.info.num_classes == 2
+    assert shades(splits.train) == [0, 1, 2, 4, 5, 6, 8, 9, 10] and splits.train.targets().tolist() == [0, 1, 1] * 3
+    assert shades(splits.eval) == [0, 1, 2] and [splits.eval.dataset[i][1] for i in range(3)] == [0, 1, 1]
+    held = data(tmp_path, class_map=str(tmp_path / "map.txt"), fold=0, folds=3).load(None, 0)
+    assert sorted(shades(held.train) + shades(held.eval)) == [0, 1, 2, 4, 5, 6, 8, 9, 10]
+    assert sorted(held.eval.targets().tolist()) == [0, 1, 1]
+    (tmp_path / "other.txt").write_text("eel\nfly\n")
+    with pytest.raises(ConfigError, match=r"^data\.class_map=.*other\.txt: names no label of train-\*\.tar"):
+        data(tmp_path, class_map=str(tmp_path / "other.txt")).load(None, 0)
+
+
 def test_no_more_files_are_open_than_allowed(tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webdataset, "OPEN_TARS", 2)
     split = data(tars).load(None, 0).train

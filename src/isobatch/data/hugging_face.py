@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.data.base import Splits
-from isobatch.data.images import ImageOptions, LabelledImages, numbered
+from isobatch.data.class_map import ClassMap, numbered
+from isobatch.data.images import ImageOptions, LabelledImages
 from isobatch.errors import ConfigError
 from isobatch.marks import option
 
@@ -37,6 +38,7 @@ class HuggingFace(ImageOptions):
         train_split, eval_split: names, or parts as in `train[:90%]`; eval_split null = the first there is of validation, valid,
             val, dev, test; where samples are held out (see HeldOut) there need not be one. test_split: null = none.
         image_column, label_column: null = the only one that can be meant.
+        class_map: see ImageFolder; labels, or the names of their classes, take the place of folders.
         cache_dir: where downloads and tables are kept; null = below ~/.cache/huggingface.
     """
 
@@ -49,6 +51,7 @@ class HuggingFace(ImageOptions):
     test_split: str | None = option(None, resume="free")
     image_column: str | None = None
     label_column: str | None = None
+    class_map: str | None = option(None, resume="free", path="file")  # the class names are compared
     cache_dir: str | None = option(None, resume="free", path="file")
 
     def check(self) -> None:
@@ -89,6 +92,12 @@ class HuggingFace(ImageOptions):
                 if column not in other.features:
                     raise ConfigError(setting, name, f"has no column {column}, only {', '.join(other.features)}",
                                       f"set {setting} to one that has")  # fmt: skip
+            if self.class_map:
+                given = ClassMap.read(self.class_map)
+                labels = given.of_labels(self._texts(train, label), names["train_split"])
+                numbers, named = given.of_labels(self._texts(other, label), name), given.names
+                found[key] = ArrowImages(other, image, name, numbers, self, None)
+                continue
             theirs = aligned(self._labels(other, label), getattr(other.features[label], "names", None) or (), named, setting)
             classes, labels, numbers = numbered(self._labels(train, label), theirs, ("data.train_split", setting),
                                                 (names["train_split"], name), len(named))  # fmt: skip
@@ -162,6 +171,14 @@ class HuggingFace(ImageOptions):
             raise ConfigError("data.image_column", image, f"holds {features[image]}, no encoded images",
                               f"choose one of {', '.join(images) or 'another data set'}, or cast it to Image()")  # fmt: skip
         return image, label
+
+    def _texts(self, dataset: Any, column: str) -> list[str]:
+        """(N,) labels as a person reads them: the names of classes, where they have some."""
+        names = getattr(dataset.features[column], "names", None) or ()
+        labels = self._labels(dataset, column)
+        if isinstance(labels, list):
+            return labels
+        return [names[i] if 0 <= i < len(names) else str(i) for i in labels.tolist()]
 
     def _labels(self, dataset: Any, column: str) -> Any:
         """(N,) labels, as an array of integers or a list of texts."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -228,8 +227,21 @@ class ImageOptions(HeldOut, Reading):
                 dataset if rows is None else SomeSamples(dataset, rows), targets=lambda: torch.from_numpy(found), info=info
             )
 
-        rest, held = self.parted(one_of(train.labels)) if self.holds_out else (None, None)
-        return Splits(split(train, rest), split(evaluation, held), info, None if test is None else split(test))
+        kept = [None if dataset is None else named(dataset.labels) for dataset in (train, evaluation, test)]
+        if self.holds_out:
+            there = slice(None) if kept[0] is None else kept[0]
+            kept[:2] = self.parted(one_of(train.labels[there]))
+            if not isinstance(there, slice):
+                kept[:2] = there[kept[0]], there[kept[1]]
+        return Splits(split(train, kept[0]), split(evaluation, kept[1]), info, None if test is None else split(test, kept[2]))
+
+
+def named(labels: Any) -> Any:
+    """Which samples (rows) a class map names; None = all."""
+    import numpy
+
+    left_out = labels.ndim == 1 and labels.dtype.kind == "i" and (labels < 0).any()
+    return numpy.flatnonzero(labels >= 0) if left_out else None
 
 
 def check_size(key: str, size: Any) -> None:
@@ -258,42 +270,3 @@ def check_normalization(key: str, value: list[float] | None) -> None:
     if value is not None and not all(low <= x <= 1000 for x in value):
         raise ConfigError(f"data.{key}", value, f"is not between {low:g} and 1000 for every channel",
                           f"set data.{key} for pixels in 0 .. 1, or to null")  # fmt: skip
-
-
-def numbered(train: Any, evaluation: Any, keys: tuple[str, str], names: tuple[str, str],
-             count: int = 0) -> tuple[list[str], Any, Any]:  # fmt: skip
-    """Class names, and the class numbers (N,) of both splits.
-
-    Args:
-        train, evaluation: labels as they were read, integers or text. Integers, and text that is nothing but integers in
-            all of `train`, are class numbers as they stand; other text is numbered in sorted order.
-        keys, names: the setting of each split and its value, to name in a refusal.
-        count: of classes, where more are known than `train` has samples of.
-    Raises:
-        ConfigError: a negative number (the hub's mark for "no label"), or a label that `train` does not have.
-    """
-    import numpy
-
-    if not isinstance(train, numpy.ndarray) and all(re.fullmatch(r"-?\d+", str(label)) for label in train):
-        train = numpy.array([int(label) for label in train], dtype=numpy.int64)
-    if isinstance(train, numpy.ndarray):
-        try:
-            evaluation = numpy.asarray([int(label) for label in evaluation], dtype=numpy.int64)
-        except ValueError:
-            raise ConfigError(keys[1], names[1], f"has labels in words, {names[0]} has numbers", "label both alike") from None
-        for labels, key, name in ((train, keys[0], names[0]), (evaluation, keys[1], names[1])):
-            if (labels < 0).any():
-                raise ConfigError(key, name, f"has {int((labels < 0).sum())} samples without a label (a negative number)",
-                                  f"set {key} to samples that are labelled")  # fmt: skip
-        number: dict[Any, int] = {i: i for i in range(max(count, int(train.max()) + 1))}
-        used = numpy.unique(evaluation).tolist()
-    else:
-        number = {label: i for i, label in enumerate(sorted(set(train)))}
-        used = sorted({str(label) for label in evaluation})
-    unknown = [str(label) for label in used if label not in number]
-    if unknown:
-        raise ConfigError(keys[1], names[1], f"has labels that {names[0]} lacks: {', '.join(unknown[:3])}",
-                          "give both the same classes")  # fmt: skip
-    if not isinstance(train, numpy.ndarray):
-        train, evaluation = ([number[str(label)] for label in labels] for labels in (train, evaluation))
-    return [str(label) for label in number], train, evaluation

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.data.base import Splits
+from isobatch.data.class_map import ClassMap, numbered
 from isobatch.data.files import ImageFileOptions, Names
-from isobatch.data.images import LabelledImages, numbered
+from isobatch.data.images import LabelledImages
 from isobatch.data.tar_index import PICKLED, Members, TarIndex, index_of
 from isobatch.errors import ConfigError
 from isobatch.marks import option
@@ -41,6 +42,7 @@ class WebDataset(ImageFileOptions):
         image_member, label_member: what is read of each sample, by its extension; null = the first there is of jpg, jpeg,
             png, webp, bmp, and of cls, json, txt. Numbers are class numbers, other labels are numbered in sorted order.
         label_key: where a json holds the label.
+        class_map: see ImageFolder; labels take the place of folders.
         cache_dir: where the index of each tar is kept; null = beside it, or below ~/.cache where that cannot be written.
     """
 
@@ -51,6 +53,7 @@ class WebDataset(ImageFileOptions):
     image_member: str | None = None
     label_member: str | None = None
     label_key: str = "label"
+    class_map: str | None = option(None, resume="free", path="file")  # the class names are compared
     cache_dir: str | None = option(None, resume="free", path="file")
 
     def __post_init__(self) -> None:
@@ -73,6 +76,9 @@ class WebDataset(ImageFileOptions):
     def load(self, augment: Any, seed: int) -> Splits:
         train = self._indices("train_tars")
         texts = texts_of(train)
+        given = ClassMap.read(self.class_map) if self.class_map else None
+        if given is not None:
+            classes, labels = given.names, given.of_labels(texts, self.train_tars)
         others: list[TarImages | None] = []
         for key in ("eval_tars", "test_tars"):
             held = key == "eval_tars" and self.holds_out
@@ -81,8 +87,11 @@ class WebDataset(ImageFileOptions):
                 others.append(None)
                 continue
             tars = train if held else self._indices(key)
-            classes, labels, theirs = numbered(texts, texts_of(tars), ("data.train_tars", f"data.{key}"),
-                                               (self.train_tars, pattern))  # fmt: skip
+            if given is not None:
+                theirs = given.of_labels(texts_of(tars), pattern)
+            else:
+                classes, labels, theirs = numbered(texts, texts_of(tars), ("data.train_tars", f"data.{key}"),
+                                                   (self.train_tars, pattern))  # fmt: skip
             others.append(TarImages(tars, theirs, self, None))
         assert others[0] is not None
         return self.made(TarImages(train, labels, self, augment), others[0], classes, (), others[1])
