@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,12 +54,12 @@ def until(condition: Callable[[], bool], limit_s: float = 300) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    """Ports below those that a system gives to whoever asks for any: nobody takes them before the daemons do."""
+    ports: list[int] = []
+    while len(ports) < count:
+        with socket.socket() as each, suppress(OSError):
+            each.bind(("127.0.0.1", port := random.randrange(20000, 32000)))
+            ports.append(port)
     return ports
 
 

@@ -91,7 +91,7 @@ def test_tasks_of_srun_are_ranks() -> None:
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu03"}  # fmt: skip
     port, other = environ["MASTER_PORT"], {**SLURM, "SLURM_PROCID": "0"}
     join(other)
-    assert other["MASTER_PORT"] == port and 20000 <= int(port) < 40000
+    assert other["MASTER_PORT"] == port and 20000 <= int(port) < 32000, "below what connections are given"
     alone = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
     join(alone)
     assert (alone["RANK"], alone["LOCAL_WORLD_SIZE"], alone["MASTER_ADDR"]) == ("1", "2", "127.0.0.1")

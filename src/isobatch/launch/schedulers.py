@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import MutableMapping
 
 from isobatch.errors import ConfigError
+from isobatch.launch import meeting
 
 # (rank, size, rank on the node, size on the node)
 NAMES = (
@@ -15,7 +15,6 @@ NAMES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-PORTS = 20000, 20000  # from, how many
 
 
 def join(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -47,7 +46,7 @@ def join(environ: MutableMapping[str, str] = os.environ) -> None:
     if "MASTER_PORT" not in environ:  # two jobs on one node must not meet: the port follows from the job
         job = "/".join(environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID"))
         job = job if job.strip("/") else str(os.getppid()) if environ["LOCAL_WORLD_SIZE"] == size else nodes
-        environ["MASTER_PORT"] = str(PORTS[0] + zlib.crc32(job.encode()) % PORTS[1])
+        meeting.by_job(job, environ)
 
 
 def started_by(names: tuple[str, ...], environ: MutableMapping[str, str]) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from isobatch.errors import ConfigError, JobFailed
-from isobatch.launch import devices, last_folder
+from isobatch.launch import devices, last_folder, meeting
 from isobatch.launch.job import execute, log_to
 from isobatch.launch.outcome import Outcome, RunFolder, cause, hung
 from isobatch.launch.signals import STOP
@@ -41,31 +41,16 @@ _remembered: dict[str, str] = {}  # rank 0: what all ranks know of the run folde
 
 @functools.cache
 def root_store() -> Any:
-    """The agent's store under torchrun, else one that rank 0 serves at MASTER_ADDR:MASTER_PORT.
-
-    Raises:
-        ConfigError: the port is taken.
-    """
-    import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
-
-    ranks, limit = ranks_from_environment(), timedelta(seconds=arrive_s())
+    """The agent's store under torchrun, else one that rank 0 serves (meeting.py, also for what is raised)."""
 
     def made() -> Any:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return next(iter(rendezvous("env://", timeout=limit)))[0]
-        # without waiting for all ranks inside of torch: which of them are missing is found out below
-        return dist.TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")),
-                             ranks.world_size, ranks.is_main, limit, wait_for_workers=False, multi_tenant=True)  # fmt: skip
+            from torch.distributed.rendezvous import rendezvous
 
-    try:
-        return attended(made)
-    except (dist.DistNetworkError, RuntimeError) as error:
-        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-            raise
-        port = os.environ.get("MASTER_PORT")
-        raise ConfigError("MASTER_PORT", port, f"port {port} is in use on this machine",
-                          "set another port, or let torchrun choose one") from None  # fmt: skip
+            return next(iter(rendezvous("env://", timeout=timedelta(seconds=arrive_s()))))[0]
+        return meeting.served(ranks_from_environment(), arrive_s())
+
+    return attended(made)
 
 
 @functools.cache

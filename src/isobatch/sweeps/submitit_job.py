@@ -11,12 +11,12 @@ import select
 import signal
 import sys
 import threading
-import zlib
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 from isobatch import hydra_patches, launch
+from isobatch.launch import meeting
 from isobatch.sweeps.slots import Slot
 
 
@@ -108,9 +108,8 @@ def join(environment: Any) -> int:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(environment.num_tasks), LOCAL_RANK=str(environment.local_rank),
         LOCAL_WORLD_SIZE=str(environment.num_tasks // environment.num_nodes), MASTER_ADDR=environment.hostnames[0],
-        # two jobs on one node must not meet: the port follows from the job
-        MASTER_PORT=os.environ.get("MASTER_PORT", str(20000 + zlib.crc32(environment.job_id.encode()) % 20000)),
     )  # fmt: skip
+    meeting.by_job(environment.job_id, os.environ)  # two jobs on one node must not meet
     return rank
 
 
