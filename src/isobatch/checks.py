@@ -17,6 +17,11 @@ def sides(size: Size) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
+def as_option(size: Size | None) -> Any:
+    """A size as an option states it."""
+    return list(size) if isinstance(size, tuple) else size
+
+
 # what OmegaConf says of a value of the wrong type -> what it should have been
 KINDS = {"converted to Integer": "no whole number", "converted to Float": "no number", "not a ListConfig": "no list",
          "to Dict[": "no group of settings", "not a valid bool": "neither true nor false"}  # fmt: skip

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import train, train_ranks
+from PIL import Image
 from test_data_files import photo
 
 from isobatch.config import options
+from isobatch.data import unlabelled
 from isobatch.data.samples import Samples
 from isobatch.errors import ConfigError
 from isobatch.pixels import center_box, decode_crop
+from isobatch.resume import weights_know
+from isobatch.resume.signature import Signature
 from isobatch.sampler import Repeated, Shuffle
 
 
@@ -53,7 +58,7 @@ def test_sizes_are_a_function_of_the_epoch(photos: Path) -> None:
 
 @pytest.mark.parametrize(("given", "key"), [
     ({"image_size": [1, 2, 3]}, "image_size"), ({"image_size": 0}, "image_size"), ({"image_size": "big"}, "image_size"),
-    ({"image_size": True}, "image_size"), ({"image_size": [12, 16], "eval_size": 8}, "eval_size"),
+    ({"image_size": True}, "image_size"), ({"eval_size": [12, 0]}, "eval_size"), ({"eval_size": "12x16"}, "eval_size"),
     ({"sizes": [[1, 8]]}, "sizes"),
     ({"sizes": []}, "sizes"), ({"sizes": 8}, "sizes"), ({"sizes": [[0, 8], [0, 9]]}, "sizes"), ({"sizes": [[0, 0]]}, "sizes"),
 ])  # fmt: skip
@@ -61,6 +66,21 @@ def test_what_is_no_size_is_refused(photos: Path, given: dict[str, Any], key: st
     with pytest.raises(ConfigError) as refusal:
         folder(photos, **given)
     assert refusal.value.key == f"data.{key}"
+
+
+def test_evaluations_may_have_a_size_and_an_aspect_of_their_own(photos: Path, tmp_path: Path) -> None:
+    splits = folder(photos, image_size=16, eval_size=[8, 24], crop_pct=1.0).load(None, 0)
+    assert splits.train.dataset[0][0].shape == (3, 16, 16) and splits.eval.dataset[0][0].shape == (3, 8, 24)
+    left, top, width, height = splits.eval.dataset.dataset.box(48, 48)
+    assert (width, height, top) == (48, 16, 16), "the crop has another aspect than what it becomes"
+    known = Signature.read(json.loads(json.dumps(Signature.of(splits.info).facts())))
+    assert known is not None and known.eval_size == (8, 24) == splits.info.eval_size
+    settled = folder(photos).settled(weights_know.Known(known, "a run").settings())
+    assert (settled.image_size, settled.eval_size) == (16, [8, 24])
+    (tmp_path / "new").mkdir()
+    Image.new("RGB", (48, 48)).save(tmp_path / "new" / "a.png")
+    files = unlabelled.load(str(tmp_path / "new"), settled, splits.info, "path")
+    assert files.dataset[0][0].shape == (3, 8, 24) and files.dataset.box(48, 48) == (left, top, width, height)
 
 
 @pytest.mark.timeout(240)

@@ -40,7 +40,7 @@ class DataInfo:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     class_names: tuple[str, ...] = ()
-    eval_size: int | None = None
+    eval_size: int | tuple[int, int] | None = None
     crop_pct: float | None = None
     interpolation: str | None = None
     notes: tuple[str, ...] = ()

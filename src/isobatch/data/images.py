@@ -50,6 +50,15 @@ class LabelledImages(ABC):
         )  # fmt: skip
         self.box = pixels.center_box(options.crop_pct, self.size) if transform is None else transform.box
 
+    def show(self, size: Size) -> None:
+        """Images as large as that from now on; an evaluation's crop is of its aspect."""
+        from isobatch import pixels
+
+        self.size = size
+        if self.transform is None:
+            assert self.options.crop_pct is not None
+            self.box = pixels.center_box(self.options.crop_pct, size)
+
     def at_epoch(self, epoch: int) -> None:
         """Samples that are read from now on are of this epoch, and as large as its images are."""
         for begin, size in self.stages:
@@ -103,8 +112,8 @@ class ImageOptions(HeldOut, Reading):
     `image_size`, `crop_pct`, `interpolation`, `mean`, `std`: null = as the model's first weights know images (see `settled`).
 
     Args:
-        image_size: side in pixels that the model sees, or [height, width]. eval_size: side in evaluations, for models that
-            take any (null: the same).
+        image_size: side in pixels that the model sees, or [height, width]. eval_size: the same in evaluations, for models that
+            take any (null: image_size).
         sizes: [[epoch, size], ...]: what training images are from which epoch on, for models that take any; the first epoch
             is 0. null = always image_size.
         crop_pct: share of the shorter side that an evaluation looks at.
@@ -122,7 +131,7 @@ class ImageOptions(HeldOut, Reading):
 
     image_size: Any = None
     sizes: Any = None
-    eval_size: int | None = None
+    eval_size: Any = None
     crop_pct: float | None = None
     interpolation: str | None = None
     decode: str = "fast"
@@ -138,12 +147,9 @@ class ImageOptions(HeldOut, Reading):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_size("data.image_size", 1 if self.image_size is None else self.image_size)
-        if isinstance(self.image_size, list) and self.eval_size is not None:
-            raise ConfigError("data.eval_size", self.eval_size, f"is a square, and data.image_size={self.image_size} is none",
-                              "set data.eval_size=null")  # fmt: skip
         if self.sizes is not None:
             check_sizes(self.sizes)
-        within("data.eval_size", 1 if self.eval_size is None else self.eval_size, 1, LARGEST_SIDE)
+        check_size("data.eval_size", 1 if self.eval_size is None else self.eval_size)
         within("data.crop_pct", 1 if self.crop_pct is None else self.crop_pct, 0.01, 1)
         choice("data.interpolation", self.interpolation, (None, "bilinear", "bicubic"))
         choice("data.decode", self.decode, ("fast", "full"))
@@ -213,13 +219,14 @@ class ImageOptions(HeldOut, Reading):
 
         mean, std = self.normalization()
         shape = (self.in_chans, *sides(size))
+        evaluated: Any = tuple(self.eval_size) if isinstance(self.eval_size, list) else self.eval_size
         info = DataInfo(str(getattr(self, "name", "images")), shape, len(classes), mean, std, tuple(classes),
-                        self.eval_size, options.crop_pct, options.interpolation, tuple(notes), labels, outputs)  # fmt: skip
+                        evaluated, options.crop_pct, options.interpolation, tuple(notes), labels, outputs)  # fmt: skip
 
         train.stages = [(begin, side) for begin, side in self.sizes or []]
         for dataset in (evaluation, test):
             if dataset is not None:
-                dataset.size = self.eval_size or size
+                dataset.show(self.eval_size or size)
 
         def split(dataset: LabelledImages, rows: Any = None) -> Split:
             found = dataset.labels if rows is None else dataset.labels[rows]

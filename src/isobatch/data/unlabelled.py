@@ -86,7 +86,7 @@ def load(path: str, options: ImageOptions, info: DataInfo, column: str) -> Split
         dataset = ImageFiles(place.parent, [place.name], [0], options, None)
     else:
         raise ConfigError(KEY, path, "is no folder, csv, tar or image", f"name one of them ({', '.join(EXTENSIONS)})")
-    dataset.size = options.eval_size or options.image_size
+    dataset.show(options.eval_size or options.image_size)
     return Split(dataset, info=info)
 
 

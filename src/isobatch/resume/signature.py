@@ -41,7 +41,7 @@ class Signature:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     input_shape: tuple[int, ...] = ()
-    eval_size: int | None = None
+    eval_size: int | tuple[int, int] | None = None
     crop_pct: float | None = None
     interpolation: str | None = None
     labels: str = "one"
@@ -72,6 +72,9 @@ class Signature:
                 found[key] = tuple(values)
         if len(found.get("mean", ())) != len(found.get("std", ())) or not all(x > 0 for x in found.get("std", ())):
             found["mean"] = found["std"] = ()
+        side = facts.get("eval_size")
+        if isinstance(side, list | tuple) and len(side) == 2 and all(type(n) is int and n > 0 for n in side):
+            found["eval_size"] = (side[0], side[1])
         for key, one in (("eval_size", int), ("crop_pct", float), ("interpolation", str), ("labels", str), ("outputs", int)):
             if type(facts.get(key)) is one:
                 found[key] = facts[key]

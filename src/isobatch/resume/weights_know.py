@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from isobatch.checks import as_option
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
 from isobatch.resume.signature import UNNAMED, Signature, order, other_classes
@@ -39,7 +40,8 @@ class Known:
         """As options of group `data`, as far as they are known."""
         known = self.signature
         height, width = known.input_shape[1:] if len(known.input_shape) == 3 else (None, None)
-        found: dict[str, Any] = {"image_size": height if height == width else [height, width], "eval_size": known.eval_size,
+        found: dict[str, Any] = {"image_size": height if height == width else [height, width],
+                                 "eval_size": as_option(known.eval_size),
                                  "crop_pct": known.crop_pct, "interpolation": known.interpolation}  # fmt: skip
         if known.mean and known.std:
             found |= {"mean": list(known.mean), "std": list(known.std)}

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.checkpoint import read
+from isobatch.checks import sides
 from isobatch.config import Config
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
@@ -98,7 +99,7 @@ def save_weights(model: nn.Module, node: dict[str, Any], info: DataInfo, folder:
         "interpolation": info.interpolation or "bilinear",
     }  # fmt: skip
     if info.eval_size is not None:
-        normalise["test_input_size"] = [info.in_chans, info.eval_size, info.eval_size]
+        normalise["test_input_size"] = [info.in_chans, *sides(info.eval_size)]
     write_json(folder / "config.json", {
         "architecture": str(node["arch"]).split(".")[0], "num_classes": info.num_classes,
         "num_features": int(getattr(model, "num_features", 0)), "label_names": list(info.class_names) or None,

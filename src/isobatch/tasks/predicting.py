@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch import config as configuration
+from isobatch.checks import as_option
 from isobatch.config import Config
 from isobatch.console import make_console
 from isobatch.data import Split, unlabelled
@@ -118,7 +119,7 @@ def as_files(data: Any, trained: Trained) -> Any:
     info = trained.info
     mean, std = (list(v) * info.in_chans if len(v) == 1 else list(v) for v in (info.mean, info.std))
     size: Any = info.shape[-1] if info.shape[-1] == info.shape[-2] else list(info.shape[-2:])
-    known = {"image_size": size, "eval_size": info.eval_size, "crop_pct": info.crop_pct or 1.0,
+    known = {"image_size": size, "eval_size": as_option(info.eval_size), "crop_pct": info.crop_pct or 1.0,
              "interpolation": info.interpolation or "bilinear", "mean": mean, "std": std}  # fmt: skip
     stated = {field.name: getattr(data, field.name) for field in dataclasses.fields(ImageOptions) if hasattr(data, field.name)}
     if not isinstance(data, ImageOptions):  # of CIFAR or the like: what it says of itself concerns its own images

@@ -205,7 +205,7 @@ class Rehearsal:
         size = str(shapes[0][-1] if shapes[0][-1] == shapes[0][-2] else list(shapes[0][-2:])) if len(shapes[0]) == 3 else "null"
         key, value, way_out = "model.name", self.model.name, "choose a model for such inputs"
         if which == "evaluation" and shapes[0] != shapes[1]:
-            key, value = "data.eval_size", shapes[0][-1]
+            key, value = "data.eval_size", size
             way_out = "set data.eval_size=null, or let the model take any size (+model.kwargs.dynamic_img_size=true)"
         elif hasattr(self.model, "arch"):
             key, value = "model.arch", self.model.arch
