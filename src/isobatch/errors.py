@@ -18,6 +18,17 @@ def short(text: str, most: int = LONGEST_TEXT) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def reason(error: BaseException, most: int = 200) -> str:
+    """What `error` says, in one line of at most `most` characters; its kind, where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def kind_and_reason(error: BaseException, most: int = 200) -> str:
+    """The kind of `error`, and what it says if it says anything, in one line."""
+    text = " ".join(str(error).split())[:most]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class ConfigError(ValueError):
     """Refused before anything was trained: one line that names the key, the value and a way out. Exit code 2."""
 

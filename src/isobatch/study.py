@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch import better
-from isobatch.errors import ConfigError
+from isobatch.errors import ConfigError, reason
 from isobatch.run_folder import layout
 from isobatch.stop import Ending, Stopping
 
@@ -97,7 +97,7 @@ class StudyTrial:
                 self.trial.report(value, result["step"])
             return math.isfinite(value) and not self.trial.should_prune()
         except Exception as error:  # the driver's, SQLAlchemy's, the file system's
-            log.warning("search: the study cannot be reached (%s), and this job goes on", " ".join(str(error).split())[:200])
+            log.warning("search: the study cannot be reached (%s), and this job goes on", reason(error))
             return True
 
 

@@ -94,7 +94,7 @@ class Columns:
     def rows(self, answered: Answered) -> Iterator[list[Any]]:
         if answered.classes is not None:
             for k, classes in enumerate(answered.classes):
-                yield [answered.start + k, answered.names[k], self.said(answered.start + k, classes)]
+                yield [answered.start + k, answered.names[k], self.text_of(answered.start + k, classes)]
             return
         if answered.probabilities is None:
             for k, values in enumerate(answered.outputs.reshape(len(answered.names), -1).tolist()):
@@ -106,7 +106,7 @@ class Columns:
             said = [cell for p, i in zip(some, which, strict=True) for cell in (names[i] if i < len(names) else str(i), p)]
             yield [answered.start + k, answered.names[k], *said]
 
-    def said(self, index: int, classes: Tensor) -> str:
+    def text_of(self, index: int, classes: Tensor) -> str:
         """The cell for the classes of one sample's elements; those of pixels become a picture, a grey level per class."""
         if classes.ndim == 1:
             return " ".join(map(str, classes.tolist()))

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from isobatch import config as configuration
 from isobatch import hydra_patches
-from isobatch.cli.command import check_words
+from isobatch.cli.command import check_dashes
 from isobatch.cli.help_screen import help_screen, own_folders
 from isobatch.config import plain_config
 from isobatch.errors import ConfigError
@@ -96,9 +96,9 @@ def test_a_missing_value_is_refused_by_its_key() -> None:
 
 
 def test_dashes_are_refused_with_the_word_to_write() -> None:
-    check_words(["optimizer.lr=0.1", "--cfg=job", "-m", "--help"])
+    check_dashes(["optimizer.lr=0.1", "--cfg=job", "-m", "--help"])
     with pytest.raises(ConfigError, match=r"^--optimizer\.lr=0\.1: settings have no dashes; write optimizer\.lr=0\.1$"):
-        check_words(["--optimizer.lr=0.1"])
+        check_dashes(["--optimizer.lr=0.1"])
 
 
 def test_the_help_screen_lists_every_group_and_fits_one() -> None:

@@ -98,7 +98,7 @@ def test_a_model_of_ones_own_keeps_all_it_has(tmp_path: Path) -> None:
     made(tmp_path / "run", model=model, imports=["fruit"])
     now = composed(f"resume={tmp_path / 'run'}", "+model.kwargs.depth=2")
     assert now["model"] == model | {"kwargs": {"width": 3, "depth": 2}} and now["imports"] == []
-    told = read(tmp_path / "run").told
+    told = read(tmp_path / "run").left_out
     assert list(told) == ["imports"] and "type it again if you trust it" in told["imports"]
 
 
@@ -126,7 +126,7 @@ def test_nothing_that_refers_is_taken_over(tmp_path: Path, key: str, value: Any)
     (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
     now = composed(f"resume={tmp_path / 'run'}")
     assert now == {**composed("seed=7"), "resume": str(tmp_path / "run")}
-    assert list(read(tmp_path / "run").told) == ([key] if key != "data.name" or isinstance(value, str) else [])
+    assert list(read(tmp_path / "run").left_out) == ([key] if key != "data.name" or isinstance(value, str) else [])
 
 
 @pytest.mark.parametrize("key", ["hydra", "imports", "task", "allow_contract_change", "experiment", "evil", "model@optimizer",

@@ -17,7 +17,7 @@ from isobatch.data.base import DataInfo, Split
 from isobatch.data.device import ToDevice
 from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource, choose_workers
-from isobatch.data.samples import Samples, stacked, told
+from isobatch.data.samples import Samples, error_line, stacked
 from isobatch.errors import JobFailed
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_a_sample_that_cannot_be_read_is_named_in_one_line(workers: int) -> None
 def test_what_is_said_of_a_damaged_image_holds_no_address() -> None:
     with pytest.raises(UnidentifiedImageError, match="object at 0x") as raised:
         Image.open(io.BytesIO(b"junk"))
-    assert told(raised.value) == "cannot identify image file"
+    assert error_line(raised.value) == "cannot identify image file"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -21,16 +21,16 @@ from isobatch.runtime.distributed import Ranks
 
 def test_what_a_killed_launcher_left_is_removed_and_what_is_used_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ours, lock = spawn.meeting_place()
+    ours, lock = spawn.meeting_folder()
     left, strange = tmp_path / f"{spawn.MEETING}left", tmp_path / f"{spawn.MEETING}strange"
     for folder in (left, strange):
         folder.mkdir()
         (folder / "store").touch()
     (left / spawn.LOCK).touch()  # as a process leaves it that is gone: its lock went with it
-    second, other = spawn.meeting_place()
+    second, other = spawn.meeting_folder()
     assert sorted(tmp_path.iterdir()) == sorted([ours, second, strange])
     os.close(lock)
-    third, last = spawn.meeting_place()
+    third, last = spawn.meeting_folder()
     assert sorted(tmp_path.iterdir()) == sorted([second, strange, third])
     os.close(other)
     os.close(last)

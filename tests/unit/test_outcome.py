@@ -12,7 +12,7 @@ from harness import summary, train
 
 from isobatch.errors import ConfigError, JobFailed, Stopped
 from isobatch.launch.outcome import BLANK, Outcome, RankFailed, RunFolder, cause
-from isobatch.planner.trial import in_words
+from isobatch.planner.trial import explained
 from isobatch.run_folder.files import RunFiles
 
 
@@ -109,11 +109,11 @@ def test_a_long_value_is_shown_short() -> None:
     (MemoryError(), "out of memory; set batch.micro="),
 ])  # fmt: skip
 def test_out_of_memory_is_one_line_with_a_way_out(error: BaseException, says: str) -> None:
-    told = in_words(error, 0)
+    told = explained(error, 0)
     assert isinstance(told, JobFailed) and says in str(told)
-    assert str(in_words(error, 2)) == f"rank 2: {told}"
+    assert str(explained(error, 2)) == f"rank 2: {told}"
     other = ValueError("x")
-    assert in_words(other, 2) is other
+    assert explained(other, 2) is other
 
 
 def test_a_run_that_needs_more_memory_than_there_is_fails_in_one_line(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_letters_many_classes_and_what_is_no_row(tmp_path: Path) -> None:
     letters.close()
     assert (tmp_path / "predictions.csv").read_text().split("\n")[:3] == ["index,name,classes", "3,a,1 299", "4,b,7 8"]
     columns = writer.Columns(about, "csv", tmp_path)
-    assert columns.said(3, torch.tensor([[1, 299]])) == "masks/03.png"
+    assert columns.text_of(3, torch.tensor([[1, 299]])) == "masks/03.png"
     columns.done()
     with Image.open(tmp_path / "masks/03.png") as image:
         assert list(image.get_flattened_data() if hasattr(image, "get_flattened_data") else image.getdata()) == [1, 299]

@@ -72,7 +72,7 @@ def at_most(cpu_s: float = CPU_S) -> Iterator[None]:
 def settings_of(folder: Path) -> dict[str, Any]:
     """What Hydra is given of a run's settings, as it would have them."""
     saved = saved_settings.read(folder)
-    assert all(line.isprintable() for line in saved.told.values())
+    assert all(line.isprintable() for line in saved.left_out.values())
     made = OmegaConf.create({"groups": saved.groups, "top": saved.top})
     return OmegaConf.to_container(made, resolve=True)  # type: ignore[return-value]
 
@@ -357,7 +357,7 @@ def test_no_interpolation_that_a_run_holds_is_resolved(copy: Path, monkeypatch, 
     for group, option in (("data", "root"), ("logger", "name"), ("model", "arch"), ("optimizer", "lr")):
         config[group][option] = value
     (copy / "config.yaml").write_text(json.dumps(config | {"seed": value, "max_grad_norm": [value]}))
-    assert SECRET not in str(settings_of(copy)) and SECRET not in str(saved_settings.read(copy).told)
+    assert SECRET not in str(settings_of(copy)) and SECRET not in str(saved_settings.read(copy).left_out)
     for name in (".hydra/overrides.yaml", ".hydra/hydra.yaml"):
         (copy / name).write_text(json.dumps([f"data.root={value}"]))
     assert SECRET not in str((read_all(copy), job_facts.read(copy), tabulate(read_runs([copy])).rows))
@@ -373,7 +373,7 @@ def test_a_models_options_from_a_checkpoint_are_not_resolved(monkeypatch) -> Non
 
 def test_what_a_terminal_would_obey_is_not_shown(copy: Path) -> None:
     (copy / "config.yaml").write_text('{"imports": ["\\u001b]0;owned\\u0007"], "model": {"name": "x", "\\u001b[2J": "${a}"}}')
-    told = saved_settings.read(copy).told
+    told = saved_settings.read(copy).left_out
     assert len(told) == 2 and all(line.isprintable() for line in told.values())
     assert str(ConfigError("a\x1b[1m", "\x1b[2J", "b\x07", "c")) == "a[1m=[2J: b; c"
 

@@ -59,7 +59,7 @@ def heard(question: Question | None, ranks: Ranks, files: RunFiles) -> Question 
             failure = error
         finally:
             torch.set_warn_always(always)
-        tell([str(warning.message) for warning in said], ranks, files)
+        log_once([str(warning.message) for warning in said], ranks, files)
         if failure is not None:
             raise failure
         return windows
@@ -67,7 +67,7 @@ def heard(question: Question | None, ranks: Ranks, files: RunFiles) -> Question 
     return asked
 
 
-def tell(messages: list[str], ranks: Ranks, files: RunFiles) -> None:
+def log_once(messages: list[str], ranks: Ranks, files: RunFiles) -> None:
     """Each operation once, for all ranks, in the log and in plan.json; torch need not say it again. A collective."""
     for message in messages:
         if named(message):  # of the rest of the run; another operation is still warned of

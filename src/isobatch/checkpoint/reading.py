@@ -11,7 +11,7 @@ from typing import Any
 
 from isobatch.checkpoint import archive
 from isobatch.checkpoint.folder import MANIFEST, STATE, Damaged, names, verify
-from isobatch.errors import ConfigError
+from isobatch.errors import ConfigError, reason
 from isobatch.run_folder import layout
 
 log = logging.getLogger("isobatch")
@@ -115,8 +115,7 @@ def safe_load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise Damaged(f"torch's safe mode cannot read {path.name} ({reason})") from None
+        raise Damaged(f"torch's safe mode cannot read {path.name} ({reason(error, 120)})") from None
 
 
 def check_form(state: Any) -> None:
@@ -192,6 +191,6 @@ def chosen(saved: Saved, options: Any) -> str:
     return "raw" if options.weights == "auto" and found_better else "ema"
 
 
-def no_average(saved: Saved) -> ConfigError:
+def no_ema(saved: Saved) -> ConfigError:
     return ConfigError("checkpoint.weights", "ema", f"{saved.path} holds no average of the weights",
                        "set checkpoint.weights=raw, or train with ema=ema")  # fmt: skip

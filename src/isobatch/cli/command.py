@@ -30,6 +30,7 @@ from isobatch.cli.swept_overrides import WORD, reachable
 from isobatch.cli.verbs import run_verb
 from isobatch.config import conf_folder, plain_config
 from isobatch.console import streams
+from isobatch.console.streams import to_stderr
 from isobatch.errors import ConfigError, Stopped
 from isobatch.launch import parent, schedulers
 from isobatch.logger import artifacts
@@ -68,7 +69,7 @@ def one_job(cfg: DictConfig) -> float | None:
             if sweep:
                 word, result = sweeps.earlier(plain, run_dir)
                 if word != "new":
-                    tell(sweeps.say(word, job.job.num, run_dir))
+                    to_stderr(sweeps.line_of(word, job.job.num, run_dir))
                 if word == "skip":
                     return result
             for line in hydra_patches.left_out():
@@ -78,12 +79,12 @@ def one_job(cfg: DictConfig) -> float | None:
         raise SystemExit(stop.exit_code) from None
     except ConfigError as refusal:
         if sweep and sweeps.skipped(plain, refusal, run_dir):
-            tell(f"isobatch: job {job.job.num} skipped: {refusal}")
+            to_stderr(f"isobatch: job {job.job.num} skipped: {refusal}")
             return None
-        tell(f"isobatch: {refusal}")
+        to_stderr(f"isobatch: {refusal}")
         line, code = str(refusal), refusal.exit_code
     except launch.RankFailed as failure:
-        tell(f"isobatch: {failure} (traceback in {run_dir / layout.LOG})" if sweep else failure.trace.rstrip())
+        to_stderr(f"isobatch: {failure} (traceback in {run_dir / layout.LOG})" if sweep else failure.trace.rstrip())
         line, code = str(failure), failure.exit_code
     finally:
         close_log(run_dir)
@@ -116,12 +117,6 @@ def close_log(run_dir: Path) -> None:
                 handler.close()
 
 
-def tell(text: str) -> None:
-    """To the person, after whatever the job printed."""
-    sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
     """Entry point of train.py and of the console script."""
     streams.install()
@@ -129,7 +124,7 @@ def main() -> None:
     if (code_of_verb := run_verb(sys.argv[1:])) is not None:
         sys.exit(code_of_verb)
     for line in dotenv.read(Path.cwd()):
-        tell(f"isobatch: {line}")
+        to_stderr(f"isobatch: {line}")
     garbage.off()  # until run_job
     signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
@@ -147,7 +142,7 @@ def main() -> None:
         if not ranks_from_environment().is_main:
             launch.follow()
         sys.argv[1:] = without_local_rank(sys.argv[1:])
-        check_words(sys.argv[1:])
+        check_dashes(sys.argv[1:])
         check_config_dir(sys.argv[1:])
         launchers.check_plugins(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
@@ -158,7 +153,7 @@ def main() -> None:
                 log.disabled = False
             sys.exit(0)
         sys.argv[1:] = artifacts.fetched(sys.argv[1:], Path.cwd())
-        tell_saved(sys.argv[1:])
+        show_left_out(sys.argv[1:])
         sys.argv[1:] = reachable(sys.argv[1:])
         with hydra_patches.active(["run", *sys.argv[1:]], launchers.choose):
             if any(word.startswith("hydra/sweeper=") for word in sys.argv[1:]):
@@ -169,14 +164,14 @@ def main() -> None:
         code = 0 if launchers.all_done() else 1
     except ConfigError as refusal:
         code = refusal.exit_code
-        tell(f"isobatch: {refusal}")
+        to_stderr(f"isobatch: {refusal}")
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-        tell(f"isobatch: {launch.EARLY}")
+        to_stderr(f"isobatch: {launch.EARLY}")
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
-            tell(leaving.code)
+            to_stderr(leaving.code)
     finally:
         hydra_patches.STAMP.release()
         launch.finish(code)
@@ -190,7 +185,7 @@ def without_local_rank(words: list[str]) -> list[str]:
     return [word for word in words if word not in own]
 
 
-def check_words(words: list[str]) -> None:
+def check_dashes(words: list[str]) -> None:
     """Refuse `--optimizer.lr=0.1`, which would get Hydra's usage text.
 
     Raises:
@@ -209,7 +204,7 @@ def check_config_dir(words: list[str]) -> None:
             raise SystemExit(f"isobatch: --config-dir={folder}: no such folder; name one with folders like conf/'s")
 
 
-def tell_saved(words: list[str]) -> None:
+def show_left_out(words: list[str]) -> None:
     """A line for each setting of the run that `resume=` names which is not taken over.
 
     Raises:
@@ -218,9 +213,9 @@ def tell_saved(words: list[str]) -> None:
     typed = {match["key"]: match["value"] for word in words if (match := WORD.fullmatch(word))}
     saved_settings.check_folder(typed.get("resume"))
     saved = saved_settings.SavedSettings.named(typed.get("resume"))
-    lines = [line for key, line in saved.told.items() if key not in typed] if saved else []
+    lines = [line for key, line in saved.left_out.items() if key not in typed] if saved else []
     for line in [*lines[:MOST_TOLD], *([f"{len(lines) - MOST_TOLD} more settings"] if len(lines) > MOST_TOLD else [])]:
-        tell(f"isobatch: {line}")
+        to_stderr(f"isobatch: {line}")
 
 
 def _terminated(signum: int, frame: FrameType | None) -> None:

@@ -63,10 +63,10 @@ def run_job(words: Sequence[str]) -> Path:
     words = artifacts.fetched(words, Path.cwd())
     with _hydra_untouched(), hydra_patches.active(["run", *words]):
         try:
-            from isobatch.cli.command import tell_saved  # whose import tells Hydra which version's rules hold
+            from isobatch.cli.command import show_left_out  # whose import tells Hydra which version's rules hold
 
             version.setbase("1.3")
-            tell_saved(words)
+            show_left_out(words)
             here = Hydra.create_main_hydra2("isobatch", create_config_search_path(str(conf_folder())))
             here.run("config", job, words, with_log_configuration=False)
         except SystemExit as refusal:  # of Hydra's own, worded by hydra_patches

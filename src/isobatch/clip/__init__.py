@@ -100,9 +100,9 @@ class Agc(_Clip):
 
     def build(self, model: nn.Module, max_grad_norm: float | None) -> Clipping:
         from isobatch.clip.clipping import AdaptiveClipping, head_of
-        from isobatch.runtime.dtensor import is_sharded
+        from isobatch.runtime.dtensor import in_parts
 
-        if is_sharded(model):
+        if in_parts(model):
             raise ConfigError("clip.name", self.name, "works on whole weights, and here they are in parts",
                               "set clip=norm, or parallel=ddp")  # fmt: skip
         return AdaptiveClipping(self.factor, self.eps, set() if self.head else head_of(model))

@@ -34,7 +34,7 @@ class Console:
     def counted(self, done: int) -> None:
         """Of a task that goes through samples without training: so many are done."""
 
-    def say(self, *lines: str) -> None:
+    def message(self, *lines: str) -> None:
         """Lines for a person, as they are."""
 
     def evaluation(self, row: Mapping[str, Any], improved: Sequence[str] = ()) -> None:

@@ -81,7 +81,7 @@ class LiveConsole(Console):
     def counted(self, done: int) -> None:
         self.now, self.noun = done, "samples"
 
-    def say(self, *lines: str) -> None:
+    def message(self, *lines: str) -> None:
         for line in lines:
             self._out.print(Text(f"  {relative(line)}"), soft_wrap=True)
         to_log(lines)

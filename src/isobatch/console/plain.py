@@ -33,16 +33,16 @@ class PlainConsole(Console):
         self._said = 0.0
         self._last_said = True
 
-    def say(self, *lines: str) -> None:
+    def message(self, *lines: str) -> None:
         for line in lines:
             print(line, flush=True)
         to_log(lines)
 
     def plan(self, view: Mapping[str, str], notes: Sequence[str]) -> None:
-        self.say(*plan_lines(view, notes))
+        self.message(*plan_lines(view, notes))
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self.say(*table_lines(head, rows))
+        self.message(*table_lines(head, rows))
 
     def begin(self, step: int) -> None:
         self._pace.begin(step, time.monotonic())
@@ -54,7 +54,7 @@ class PlainConsole(Console):
         self._said = now
         head = f"step {step:>{len(str(self.total))}}/{self.total}, epoch {row['epoch'] + 1}/{self.epochs}"
         parts = [head, *progress(row).values(), self._pace.left(step, now) if step < self.total else ""]
-        self.say(", ".join(part for part in parts if part))
+        self.message(", ".join(part for part in parts if part))
 
     def counted(self, done: int) -> None:
         now = time.monotonic()
@@ -62,14 +62,14 @@ class PlainConsole(Console):
         if now - self._said >= QUIET_S or done == self.total:
             self._said = now
             left = self._pace.left(done, now) if done < self.total else ""
-            self.say(", ".join(part for part in (f"{done:,} of {self.total:,} samples", left) if part))
+            self.message(", ".join(part for part in (f"{done:,} of {self.total:,} samples", left) if part))
 
     def evaluation(self, row: Mapping[str, Any], improved: Sequence[str] = ()) -> None:
-        self.say(evaluation_line(row, improved))
+        self.message(evaluation_line(row, improved))
 
     def result(self, summary: Mapping[str, Any], run_dir: str, how_to_look: Sequence[str] = ()) -> None:
         if shows_result(summary):
-            self.say(*result_lines(summary, run_dir, how_to_look))
+            self.message(*result_lines(summary, run_dir, how_to_look))
 
 
 def shows_result(summary: Mapping[str, Any]) -> bool:

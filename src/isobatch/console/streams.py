@@ -11,6 +11,12 @@ from typing import Any
 log = logging.getLogger("isobatch")
 
 
+def to_stderr(text: str) -> None:
+    """A line to the person, after whatever the job printed."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
+
+
 class Patient:
     """A text stream that never raises. From the first failure on its file is /dev/null: for C code and the interpreter's last
     flush too."""

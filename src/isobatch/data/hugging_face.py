@@ -18,7 +18,7 @@ from typing import Any
 from isobatch.data.base import Splits
 from isobatch.data.class_map import ClassMap, numbered
 from isobatch.data.images import ImageOptions, LabelledImages
-from isobatch.errors import ConfigError
+from isobatch.errors import ConfigError, reason
 from isobatch.marks import option
 
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "test")
@@ -122,7 +122,7 @@ class HuggingFace(ImageOptions):
 
     def _refusal(self, error: Exception, local: bool) -> ConfigError:
         """What went wrong in one line. The kinds of errors are those of datasets 4 and 5."""
-        text = " ".join(str(error).split())[:240]
+        text = reason(error, 240)
         if isinstance(error, ConnectionError):
             return ConfigError("data.path", self.path, f"the hub cannot be reached, and there is no such folder ({text})",
                                "check the network, or set data.path to a folder that save_to_disk made elsewhere")  # fmt: skip

@@ -102,7 +102,7 @@ class ImageFolder(ImageFileOptions):
         folders, root = self._folders(), self.checked_root()
         classes = self._classes("data.train_dir", folders["train_dir"])
         found = {key: listed(root, folder, classes) for key, folder in folders.items()}
-        told = [line for key, folder in folders.items() for line in found[key].told(folder, list(classes))]
+        told = [line for key, folder in folders.items() for line in found[key].messages(folder, list(classes))]
         names = ClassMap.read(self.class_map).names if self.class_map else list(classes)
         train, evaluation, test = ((found[key].names, found[key].labels) if key in found else None for key in WORDS)
         assert train is not None
@@ -125,7 +125,7 @@ class FoundImages:
     odd: list[str] = field(default_factory=list)
     filled: set[str] = field(default_factory=set)
 
-    def told(self, folder: Path, classes: list[str]) -> list[str]:
+    def messages(self, folder: Path, classes: list[str]) -> list[str]:
         """Lines for a person: what was left out, and which classes are empty."""
         lines = list(self.odd)
         if self.skipped:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from isobatch.data.samples import Failure, HostBatch, Samples
-from isobatch.errors import JobFailed
+from isobatch.errors import JobFailed, reason
 from isobatch.runtime import cores
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class WorkerSource:
             found = self.lost() or (self.left() if isinstance(error, OSError | EOFError) else self.lost(0))
             if not found and "DataLoader worker" not in str(error):
                 raise
-            found = found or " ".join(str(error).split())[:160]
+            found = found or reason(error, 160)
             raise JobFailed(f"data: a worker process died ({found}); if memory ran out, lower data.num_workers or "
                             "data.prefetch") from None  # fmt: skip
 

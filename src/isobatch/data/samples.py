@@ -97,7 +97,9 @@ class Samples:
                 raise  # Ctrl-C; a worker does not get to see one, so there it is the dataset's own
             if index < 0:
                 return Failure(self._unlike(what, inputs, indices, error), traceback.format_exc())
-            line = f"data: {self.split.describe(index % len(self))} could not be read: {type(error).__name__}: {told(error)}"
+            line = (
+                f"data: {self.split.describe(index % len(self))} could not be read: {type(error).__name__}: {error_line(error)}"
+            )
             return Failure(line, traceback.format_exc())
 
     def _labelled(self, inputs: Any, labels: Any, indices: Sequence[int], replaced: list[str]) -> HostBatch | Failure:
@@ -118,12 +120,12 @@ class Samples:
         """The line for a batch that cannot be put together: the first sample that differs from the batch's first one."""
         if what == "batch":
             some = " and ".join(dict.fromkeys(self.split.describe(indices[k] % len(self)) for k in (0, -1)))
-            return f"data: data.collate makes no batch of {some} ({type(error).__name__}: {told(error)})"
+            return f"data: data.collate makes no batch of {some} ({type(error).__name__}: {error_line(error)})"
         forms = [form(value) for value in values]
         odd = next((k for k, other in enumerate(forms) if other != forms[0]), 0)
         one = f"data: the {what[:-1]} of {self.split.describe(indices[odd] % len(self))} is {forms[odd]}"
         other = f", and that of {self.split.describe(indices[0] % len(self))} is {forms[0]}" if odd else ""
-        return f"{one}{other}: no batch can be made of such {what} ({type(error).__name__}: {told(error)})"
+        return f"{one}{other}: no batch can be made of such {what} ({type(error).__name__}: {error_line(error)})"
 
     def isolated(self, request: tuple[int, Sequence[int]]) -> HostBatch | Failure:
         """The same in the training process, whose generators stay as they are."""
@@ -140,7 +142,7 @@ class Samples:
             except Exception as error:
                 if not self.replaces or k + 1 == min(n, TRIES) or not damaged(error):
                     raise
-                replaced.append(f"{self.split.describe((index + k) % n)}: {told(error)}")
+                replaced.append(f"{self.split.describe((index + k) % n)}: {error_line(error)}")
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise TypeError(f"a dataset has to return (input, target), this one returned {type(sample).__name__}")
         return sample[0], sample[1]
@@ -172,7 +174,7 @@ def form(value: Any) -> str:
     return f"{kind} {size[0]} x {size[1]}" if isinstance(size, tuple) else f"a {kind}"
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """The error's text in one line."""
     return OBJECT.sub("", " ".join(str(error).split()))
 

@@ -42,7 +42,7 @@ def run_ranks(plain: dict[str, Any], run_dir: Path, count: int, environ: dict[st
     Args:
         imports: modules that every rank will need, for the fork server to import once.
     """
-    meeting, lock = meeting_place()
+    meeting, lock = meeting_folder()
     timeout_s = float(plain["parallel"].get("timeout_s") or 600)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["isobatch.launch.no_gc", target.partition(":")[0], *imports])
@@ -64,7 +64,7 @@ def run_ranks(plain: dict[str, Any], run_dir: Path, count: int, environ: dict[st
         os.close(lock)
 
 
-def meeting_place() -> tuple[Path, int]:
+def meeting_folder() -> tuple[Path, int]:
     """A folder of this launch's own, and the lock in it by which the next one tells that it is in use.
 
     Those that a killed launcher left behind are removed.

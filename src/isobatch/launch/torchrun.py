@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from isobatch.errors import ConfigError, JobFailed
+from isobatch.errors import ConfigError, JobFailed, reason
 from isobatch.launch import devices, last_folder, meeting
 from isobatch.launch.job import execute, log_to
 from isobatch.launch.outcome import Outcome, RunFolder, cause, hung
@@ -155,7 +155,7 @@ def follow() -> NoReturn:
     except SystemExit as leaving:
         code = leaving.code
     except Exception as error:  # the store is gone, so rank 0 is, and it has told the story
-        code = f"isobatch: rank {ranks.rank} lost rank 0 ({' '.join(str(error).split())[:200]})"
+        code = f"isobatch: rank {ranks.rank} lost rank 0 ({reason(error)})"
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from isobatch.errors import reason
 from isobatch.logger import job_facts
 from isobatch.logger.protocol import Logger, RunInfo
 from isobatch.run_folder.rows import name_of
@@ -119,7 +120,7 @@ class MLflowLogger(Logger):
             try:
                 do()
             except Exception as error:
-                self._tell(" ".join(str(error).split())[:200])
+                self._tell(reason(error))
 
     def _tell(self, problem: str) -> None:
         self._told = True

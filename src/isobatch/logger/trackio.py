@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from isobatch.errors import reason
 from isobatch.logger import job_facts
 from isobatch.logger.protocol import Logger, RunInfo
 from isobatch.run_folder.rows import name_of
@@ -72,5 +73,5 @@ class TrackioLogger(Logger):
                 do()
         except Exception as error:
             if not self._told:
-                log.warning("trackio: not recorded (%s); metrics are in metrics.jsonl", " ".join(str(error).split())[:200])
+                log.warning("trackio: not recorded (%s); metrics are in metrics.jsonl", reason(error))
             self._told = True

@@ -28,7 +28,7 @@ NO_SOURCE = {"wandb", "outputs", "multirun", "artifacts", "node_modules", "__pyc
 ROOM = 64 << 10  # bytes; W&B's file is written in blocks of 32 KiB
 
 
-def say(kind: str, **content: Any) -> None:
+def send(kind: str, **content: Any) -> None:
     """A message to the trainer, which may be gone."""
     with contextlib.suppress(OSError):
         print(json.dumps([kind, content]), flush=True)
@@ -56,7 +56,7 @@ def open_run(wandb: Any, job: dict[str, Any], began: float) -> Any:
     """The run: online if asked for and possible, else offline. Says which, and why."""
     mode = job["mode"]
     if mode == "online" and not answers(job["base_url"], job["probe_s"]):
-        say("note", text=f"{job['base_url']} does not answer, so the run is written offline")
+        send("note", text=f"{job['base_url']} does not answer, so the run is written offline")
         mode = "offline"
     before = run_folders(job)
     try:
@@ -64,7 +64,7 @@ def open_run(wandb: Any, job: dict[str, Any], began: float) -> Any:
     except Exception as error:
         if mode == "offline":
             raise
-        say("note", text=f"the server did not take the run ({one_line(error)}), so it is written offline")
+        send("note", text=f"the server did not take the run ({one_line(error)}), so it is written offline")
         wandb.teardown()  # else the same id is "in use"
         for folder in run_folders(job) - before:  # of the try: one run leaves one folder
             shutil.rmtree(folder, ignore_errors=True)
@@ -74,7 +74,7 @@ def open_run(wandb: Any, job: dict[str, Any], began: float) -> Any:
     run.define_metric("samples")
     run.define_metric("*", step_metric="samples")
     run_folder = os.path.dirname(run.settings.files_dir.rstrip("/")) if mode == "offline" else ""
-    say("started", mode=mode, id=run.id, url=(run.url or "") if mode == "online" else "", folder=run_folder,
+    send("started", mode=mode, id=run.id, url=(run.url or "") if mode == "online" else "", folder=run_folder,
         seconds=time.monotonic() - began)  # fmt: skip
     return run
 
@@ -143,7 +143,7 @@ class Messages:
         if registry is None:
             return
         if self.run.offline:
-            say("note", text=f"the run is offline, so its checkpoint is not linked to {registry}")
+            send("note", text=f"the run is offline, so its checkpoint is not linked to {registry}")
             return
         logged.wait(timeout=max(1, int(limit_s)))
         self.run.link_artifact(logged, registry)
@@ -196,9 +196,9 @@ def main() -> None:
     try:
         import wandb
     except Exception as error:
-        say("missing", text=one_line(error))
+        send("missing", text=one_line(error))
         return
-    say("imported")
+    send("imported")
     messages = (json.loads(line) for line in sys.stdin)
     first = next(messages, None)
     if first is None:
@@ -206,7 +206,7 @@ def main() -> None:
     try:
         run = open_run(wandb, first[1], began)
     except Exception as error:
-        say("note", text=f"no run could be opened ({one_line(error)}); metrics are in metrics.jsonl")
+        send("note", text=f"no run could be opened ({one_line(error)}); metrics are in metrics.jsonl")
         for _ in messages:  # so that the trainer's pipe never fills
             pass
         return
@@ -219,7 +219,7 @@ def main() -> None:
             getattr(does, kind)(**content)
         except Exception as error:
             if not told:
-                say("note", text=f"{kind} was not recorded ({one_line(error)})")
+                send("note", text=f"{kind} was not recorded ({one_line(error)})")
             told = True
     began = time.monotonic()
     try:
@@ -227,7 +227,7 @@ def main() -> None:
         late = run.settings.mode == "online" and time.monotonic() - began > first[1]["finish_timeout_s"]
     except Exception:
         late = True
-    say("finished", late=late, full=full(run.settings.files_dir), folder=os.path.dirname(run.settings.files_dir.rstrip("/")))
+    send("finished", late=late, full=full(run.settings.files_dir), folder=os.path.dirname(run.settings.files_dir.rstrip("/")))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobatch.errors import ConfigError, JobFailed
+from isobatch.errors import ConfigError, JobFailed, kind_and_reason
 from isobatch.metrics import OWN, PACKAGES
 from isobatch.metrics.base import TORCHS, Metric, kind, probabilities
 from isobatch.runtime.distributed import Ranks
@@ -82,7 +82,7 @@ def _made(name: str, kwargs: dict[str, Any], count: int, ignored: int | None) ->
         raise ConfigError(
             f"metrics.kwargs.{name}",
             kwargs,
-            f"{name} cannot be made ({type(error).__name__}: {' '.join(str(error).split())[:160]})",
+            f"{name} cannot be made ({kind_and_reason(error, 160)})",
             "give it what its documentation asks for",
         ) from None
 
@@ -175,8 +175,8 @@ class Library(Gathered):
                 metric.update(output, targets)
         except Exception as error:
             raise JobFailed(
-                f"metrics.names: {self.name} cannot take such outputs and targets ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:200]}); leave it out, or write your own"
+                f"metrics.names: {self.name} cannot take such outputs and targets ({kind_and_reason(error)}); "
+                "leave it out, or write your own"
             ) from error
 
     def values(self, totals: list[float], ranks: Ranks) -> dict[str, float]:
@@ -227,7 +227,7 @@ def _told(ranks: Ranks, value: Callable[[], dict[str, float]]) -> dict[str, floa
             found = value()
         except Exception as error:
             found = error if isinstance(error, JobFailed) else JobFailed(
-                f"a metric could not be computed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")  # fmt: skip
+                f"a metric could not be computed ({kind_and_reason(error)})")  # fmt: skip
     found = ranks.broadcast_object(found)
     if isinstance(found, Exception):
         raise found

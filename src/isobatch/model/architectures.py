@@ -115,10 +115,10 @@ class TimmModel(Model):
 
             load_into(model, self.checkpoint_path, info)
         elif self.pretrained:
-            from isobatch.resume.first_weights import tell_normalization
+            from isobatch.resume.first_weights import warn_of_normalization
             from isobatch.resume.signature import Signature
 
-            tell_normalization(Signature.of_pretrained(model), info)
+            warn_of_normalization(Signature.of_pretrained(model), info)
         if self.grad_checkpointing:
             try:
                 model.set_grad_checkpointing(True)  # type: ignore[operator]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from isobatch.errors import ConfigError
+from isobatch.errors import ConfigError, kind_and_reason
 from isobatch.marks import option
 from isobatch.model.architectures import Model
 
@@ -42,6 +42,6 @@ class Segmentation(Model):
                                                 info.in_chans, max(1, info.answers), **self.kwargs)  # fmt: skip
         except Exception as error:  # whatever a model's own constructor raises
             raise ConfigError("model.arch", self.arch, f"could not be built with encoder {self.encoder} "
-                              f"({type(error).__name__}: {' '.join(str(error).split())[:200]})",
+                              f"({kind_and_reason(error)})",
                               "choose another, or model.kwargs") from None  # fmt: skip
         return model

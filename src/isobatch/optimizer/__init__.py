@@ -12,7 +12,7 @@ from isobatch.checks import positive, within
 from isobatch.errors import ConfigError
 from isobatch.marks import Marks, option
 from isobatch.optimizer.groups import Decays, Rule, param_groups, rules
-from isobatch.runtime.dtensor import is_sharded
+from isobatch.runtime.dtensor import in_parts
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +179,7 @@ class TimmOptimizer:
             ConfigError: asked for, but torch has none for weights that are spread over ranks.
         """
         fused_in_torch = {"sgd", "momentum", "adam", "adamw", "adagrad"}
-        if is_sharded(model):
+        if in_parts(model):
             fused_in_torch = {"adam", "adamw"}
             if self.fused and self.opt.lower() not in fused_in_torch:
                 raise ConfigError("optimizer.fused", True, f"torch has no fused {self.opt} for weights in parts",

@@ -77,7 +77,7 @@ class Single:
             raise ConfigError("model.batch_norm", "sync", "sums its statistics over ranks in an order that depends on the plan",
                               "set model.batch_norm=shard or reduction=fast")  # fmt: skip
 
-    def shard_count(self, replicas: int) -> int:
+    def parts_count(self, replicas: int) -> int:
         """Parts that weights, gradients and optimizer state are cut into; 1 = every replica holds them whole."""
         return 1
 
@@ -95,12 +95,12 @@ class Single:
         """What the forward runs on. Called before `shard`, `precision` being the chosen one."""
         return precision.working_copy(model)  # type: ignore[no-any-return]
 
-    def shard(self, model: nn.Module, average: nn.Module | None, precision: Any, ranks: Ranks, device: torch.device,
+    def partition(self, model: nn.Module, ema: nn.Module | None, precision: Any, ranks: Ranks, device: torch.device,
               example: Callable[[], Tensor]) -> None:  # fmt: skip
         """Leave this rank its part of the weights, in place, before an optimizer is built for them. A collective.
 
         Args:
-            average: the EMA's copy of `model`, cut alike.
+            ema: the EMA's copy of `model`, cut alike.
             example: makes inputs (2, ...) as a training forward gets them.
         """
 

@@ -90,7 +90,7 @@ class FullySharded(Processes):
             raise ConfigError("parallel.shard_size", self.shard_size, f"does not divide {world_size} ranks",
                               "set it to null, or to a divisor")  # fmt: skip
 
-    def shard_count(self, replicas: int) -> int:
+    def parts_count(self, replicas: int) -> int:
         return self.shard_size if type(self.shard_size) is int else replicas
 
     def gathered_bytes(self, model: nn.Module, replicas: int) -> int:
@@ -121,38 +121,38 @@ class FullySharded(Processes):
         # the parts are the fp32 masters: half weights are gathered from them, and no half copy is kept
         return precision.working_copy(model, gathered=replicas > 1)  # type: ignore[no-any-return]
 
-    def shard(self, model: nn.Module, average: nn.Module | None, precision: Any, ranks: Ranks, device: torch.device,
+    def partition(self, model: nn.Module, ema: nn.Module | None, precision: Any, ranks: Ranks, device: torch.device,
               example: Callable[[], Tensor]) -> None:  # fmt: skip
         if ranks.world_size > 1:
             from isobatch.parallel.sharding import fully_sharded
 
             dtype = precision.gather_dtype()
-            fully_sharded(model, average, self, self._size(ranks), dtype, ranks, device, example())
+            fully_sharded(model, ema, self, self._size(ranks), dtype, ranks, device, example())
 
     def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
         return model
 
     def begin(self, wrapped: nn.Module, batch: Batch, window: Window, ranks: Ranks) -> None:
-        if shards := _of(wrapped):
+        if units := _of(wrapped):
             steps = [batch.steps_with(replica, window.num_filled) for replica in (0, ranks.rank)]
-            shards.behind = steps[0] - steps[1]  # replica 0 has the most
+            units.behind = steps[0] - steps[1]  # replica 0 has the most
 
     def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager[Any]:
-        if shards := _of(wrapped):
-            shards.enter(last=micro.is_last and not shards.behind)
+        if units := _of(wrapped):
+            units.enter(last=micro.is_last and not units.behind)
         return nullcontext()
 
     def aside(self, wrapped: nn.Module, micro: MicroBatch | None) -> AbstractContextManager[Any]:
-        shards = _of(wrapped)
-        return shards.aside(idle=micro is None) if shards else nullcontext()  # type: ignore[no-any-return]
+        units = _of(wrapped)
+        return units.aside(idle=micro is None) if units else nullcontext()  # type: ignore[no-any-return]
 
     def end(self, wrapped: nn.Module) -> None:
-        if shards := _of(wrapped):
-            shards.end()
+        if units := _of(wrapped):
+            units.end()
 
     def evaluated(self, model: nn.Module, behind: int) -> None:
-        if shards := _of(model):
-            shards.evaluated(behind)
+        if units := _of(model):
+            units.evaluated(behind)
 
     def describe(self, ranks: Ranks, device: torch.device) -> str:
         if ranks.world_size == 1:
@@ -164,4 +164,4 @@ class FullySharded(Processes):
 
 def _of(model: nn.Module) -> Any:
     """What sharding.fully_sharded left on `model`; None where there is one rank."""
-    return getattr(model, "shards", None)
+    return getattr(model, "fsdp_units", None)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from isobatch.errors import ConfigError
+from isobatch.errors import ConfigError, reason
 from isobatch.parallel.blocks import choose_blocks
 from isobatch.parallel.completion import Usage
 from isobatch.parallel.unused import tensors_in, trainable, unnoticed, without_gradient
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def fully_sharded(model: nn.Module, average: nn.Module | None, options: Options, size: int, dtype: torch.dtype | None,
+def fully_sharded(model: nn.Module, ema: nn.Module | None, options: Options, size: int, dtype: torch.dtype | None,
                   ranks: Ranks, device: torch.device, example: Tree) -> None:  # fmt: skip
-    """Cut `model` and `average` into `size` parts, in place, and leave a `FsdpUnits` on each as `shards`. A collective.
+    """Cut `model` and `ema` into `size` parts, in place, and leave a `FsdpUnits` on each as `fsdp_units`. A collective.
 
     Args:
         size: ranks that share one copy of the weights.
@@ -59,16 +59,16 @@ def fully_sharded(model: nn.Module, average: nn.Module | None, options: Options,
     shape = (ranks.world_size,) if size == ranks.world_size else (ranks.world_size // size, size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     _refuse_buffers(model, dtype)
-    for module, weights in ((model, dtype), (average, None)):
+    for module, weights in ((model, dtype), (ema, None)):
         if module is None:
             continue
         try:
             _cut(module, names, options, weights, mesh)
         except (ValueError, NotImplementedError, AssertionError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise ConfigError("parallel.name", options.name, f"torch cannot shard this model ({reason})",
+            why = reason(error, 160)
+            raise ConfigError("parallel.name", options.name, f"torch cannot shard this model ({why})",
                               "set parallel=ddp") from None  # fmt: skip
-        module.shards = FsdpUnits(module, example, options, ranks, unused if module is model else None)  # type: ignore[assignment]
+        module.fsdp_units = FsdpUnits(module, example, options, ranks, unused if module is model else None)  # type: ignore[assignment]
     log.info("parallel=%s: %d block(s) and the rest, %d part(s) each", options.name, len(names), size)
 
 

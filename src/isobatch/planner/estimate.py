@@ -85,7 +85,7 @@ def resident(config: Config, model: nn.Module, batch: Batch) -> Resident:
     average = nbytes(state_of(weights)) if config.ema.name != "none" and not getattr(config.ema, "device", None) else 0
     if average and any(p.dtype.itemsize == 2 for p in weights.parameters()):
         average = sum(4 * t.numel() for t in state_of(weights))  # a half model has an fp32 average
-    parts = config.parallel.shard_count(batch.num_replicas)
+    parts = config.parallel.parts_count(batch.num_replicas)
     state, buffers = optimizer_state(config, weights, batch), nbytes(weights.buffers())
 
     def part(size: int, whole: int = 0) -> int:

@@ -67,7 +67,7 @@ def choose(config: Config, model: nn.Module, splits: Splits, batches: list[Batch
                           "use a smaller model or image, precision=amp or model.grad_checkpointing=true"
                           + (", or leave accumulation=auto" if config.accumulation.steps else ""))  # fmt: skip
     chosen = usable[index]
-    return Choice(chosen, search.tried, [search.words(chosen, index > mine), *search.assumed])
+    return Choice(chosen, search.tried, [search.line(chosen, index > mine), *search.assumed])
 
 
 def _normalisable(config: Config, model: nn.Module, samples: int, batch: Batch) -> bool:
@@ -160,7 +160,7 @@ class MicroSearch:
         all_gradients = batch.accumulation_steps > 1 or batch.num_replicas > 1
         return resident.working + resident.beside + estimate.peak(saved, resident.gradients, all_gradients)
 
-    def words(self, chosen: Batch, lowered: bool) -> str:
+    def line(self, chosen: Batch, lowered: bool) -> str:
         """What was found, for a person."""
         failed = sorted((m for m, fitted in self.tried.items() if not fitted), reverse=True)
         text = f"batch.micro=auto: {chosen.micro} fits on {self.device}"

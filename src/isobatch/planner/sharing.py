@@ -10,6 +10,7 @@ from torch import nn
 from isobatch.batch_plan import BatchPlan
 from isobatch.config import Config
 from isobatch.data import Splits
+from isobatch.errors import kind_and_reason
 from isobatch.planner.hooks import without_global_hooks
 from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.runtime import hardware
@@ -65,8 +66,8 @@ def _tried(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, de
         with trial.precision():
             return examine(trial.working.module, samples, kinds(plan, not hardware.wants_channels_last(config, device)), device)
     except Exception as error:  # a forward that cannot be done at all is told of by the rehearsal
-        reason = "memory" if is_out_of_memory(error) else f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        return Findings(f"cannot be tried with several ({reason})", True)
+        why = "memory" if is_out_of_memory(error) else kind_and_reason(error, 100)
+        return Findings(f"cannot be tried with several ({why})", True)
 
 
 def kinds(plan: BatchPlan, interleaved: bool) -> list[Layout]:

@@ -42,7 +42,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
-def in_words(error: BaseException, rank: int) -> BaseException:
+def explained(error: BaseException, rank: int) -> BaseException:
     """An error of memory as one line with a way out, which names every rank but the main one; any other as it is."""
     where = f"rank {rank}: " if rank else ""
     if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):

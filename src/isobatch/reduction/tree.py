@@ -120,7 +120,7 @@ class TreeSum:
             self.stack.append(Partial(parent, fold(left.values, right.values)))
 
     def _settle(self, values: list[Tensor | None]) -> list[Tensor | None]:
-        place(self.views, values)
+        copy_into(self.views, values)
         return list(self.views)
 
     def launch(self) -> None:
@@ -144,7 +144,7 @@ class TreeSum:
         packed = self._scratch("packed", self.bucket.padded)
         views = self.bucket.views(packed)
         for k, partial in enumerate(self.stack[1:], 1):
-            place(views, partial.values)
+            copy_into(views, partial.values)
             slots[:, k].copy_(packed.view(self.num_ranks, share))
         return sent
 
@@ -180,7 +180,7 @@ class TreeSum:
         return self.scratch.take(purpose, self.index, size, self.bucket.dtype, self.bucket.device)
 
 
-def place(views: list[Tensor], values: list[Tensor | None]) -> None:
+def copy_into(views: list[Tensor], values: list[Tensor | None]) -> None:
     """Copy `values` into flat memory, -0.0 for None."""
     present = [(view, value) for view, value in zip(views, values, strict=True) if value is not None]
     if present:

@@ -9,7 +9,7 @@ from isobatch.run_folder.reading import Unreadable, read_json
 SIZE, ENTRIES = 16 << 20, 1_000_000  # of a file with a digest per module and shard
 
 
-def where_to_look(first: Path, other: Path) -> str:
+def first_difference(first: Path, other: Path) -> str:
     """One sentence from the fingerprint.json of two run folders; empty when there is nothing to compare."""
     try:
         here, there = (read_json(run, "fingerprint.json", SIZE, ENTRIES) for run in (first, other))

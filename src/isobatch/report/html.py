@@ -11,11 +11,11 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from isobatch.report.cells import show
 from isobatch.report.curves import AXES, METRICS, collect, colour, svg
 from isobatch.report.leaderboard import badge, leaderboard
 from isobatch.report.read import RunRecord, one_line
 from isobatch.report.table import Leaderboard
-from isobatch.report.words import show
 
 _FIND = '<input id="find" type="search" placeholder="Filter jobs" aria-label="Filter jobs">'
 _JOBS_IN_LEGEND, _JOBS_WITH_BARS, _VALUES_PER_KEY, _REASONS = 40, 40, 12, 8

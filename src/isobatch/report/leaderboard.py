@@ -6,11 +6,11 @@ import itertools
 import math
 from html import escape
 
+from isobatch.report.cells import show
 from isobatch.report.config_columns import Cell
 from isobatch.report.curves import colour
 from isobatch.report.scan import number
 from isobatch.report.table import JOB, SAME, Column, Leaderboard
-from isobatch.report.words import show
 from isobatch.run_folder.layout import DONE
 
 _BARS = {"samples/s", "peak MB"}  # columns whose cells carry a bar as wide as the value

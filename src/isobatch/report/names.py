@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from isobatch.report.cells import show
 from isobatch.report.config_columns import Cell
 from isobatch.report.read import RunRecord, one_line
-from isobatch.report.words import show
 
 _PARTS, _LONGEST = 4, 64  # of a name: settings, characters
 # what a hardware plan chooses: jobs that differ in nothing else are one training on several plans

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from isobatch import better
+from isobatch.report.cells import show
 from isobatch.report.config_columns import MOST, Cell, differing
 from isobatch.report.metrics import MILESTONES
 from isobatch.report.names import job_names, one_training, short, swept
 from isobatch.report.read import RunRecord, direction, one_line
 from isobatch.report.scan import number
-from isobatch.report.words import show
 from isobatch.run_folder import layout
 
 CONFIG, RESULT, SPEED, MEMORY, SAME = "config", "result", "speed", "memory and processes", "same training"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isobatch.report.cells import show
 from isobatch.report.config_columns import Cell
 from isobatch.report.names import short
 from isobatch.report.read import one_line
 from isobatch.report.table import Column, Leaderboard
-from isobatch.report.words import show
 from isobatch.run_folder.layout import ENDED
 
 if TYPE_CHECKING:

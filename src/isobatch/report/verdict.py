@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from isobatch.report.first_difference import where_to_look
+from isobatch.report.first_difference import first_difference
 from isobatch.report.read import RunRecord
 from isobatch.report.text import show
 
@@ -43,7 +43,7 @@ def compare(runs: Sequence[RunRecord], tolerance: float) -> list[Verdict]:
     for run in runs:
         verdict = _verdict(run, tolerance)
         if not verdict.passed and run.completed and run.difference.reference in folders:
-            hint = where_to_look(folders[run.difference.reference], run.folder)
+            hint = first_difference(folders[run.difference.reference], run.folder)
             verdict = replace(verdict, reason="; ".join(filter(None, (verdict.reason, hint))))
         verdicts.append(verdict)
     return verdicts

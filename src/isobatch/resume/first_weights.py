@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from isobatch.checkpoint.fitting import strip_prefixes
-from isobatch.errors import ConfigError
+from isobatch.errors import ConfigError, reason
 from isobatch.resume.signature import UNNAMED, Signature, order, other_classes, other_normalization
 from isobatch.runtime.timm_import import timm
 
@@ -39,7 +39,7 @@ def load_into(model: nn.Module, path: str, info: DataInfo) -> None:
     try:
         read: dict[str, Any] = dict(timm.models.load_state_dict(str(file)))
     except Exception as error:
-        said = " ".join(str(error).split())[:120] or type(error).__name__
+        said = reason(error, 120)
         raise unfit(path, f"cannot be read in torch's safe mode ({said})") from None
     current = model.state_dict()
     saved = strip_prefixes(read, current)  # timm strips each kind of prefix once
@@ -68,7 +68,7 @@ def load_into(model: nn.Module, path: str, info: DataInfo) -> None:
                  f" ({other})" if other else "", file)  # fmt: skip
     elif heads and not (known and known.named and data.named):
         log.info("model: %s", UNNAMED.format(file if data.named else "the data"))
-    tell_normalization(known, info)
+    warn_of_normalization(known, info)
 
 
 def recorded(file: Path) -> Signature | None:
@@ -81,7 +81,7 @@ def recorded(file: Path) -> Signature | None:
         return Signature.from_metadata(opened.metadata())
 
 
-def tell_normalization(weights: Signature | None, info: DataInfo) -> None:
+def warn_of_normalization(weights: Signature | None, info: DataInfo) -> None:
     """Say so when a training begins with weights that know images of another kind: it works, and starts worse than it could."""
     if weights and len(weights.mean) in (1, info.in_chans) and (found := other_normalization(weights, Signature.of(info))):
         log.warning("model: %s: data.mean and data.std of the first weights would suit them better", found)

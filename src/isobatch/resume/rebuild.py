@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch import config as configuration
 from isobatch.checkpoint.fitting import fitted_weights
-from isobatch.checkpoint.reading import Saved, chosen, no_average
+from isobatch.checkpoint.reading import Saved, chosen, no_ema
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
 from isobatch.resume import weights_know
@@ -92,7 +92,7 @@ def of_run(saved: Saved, options: Any) -> Trained:
     from isobatch.checkpoint.folder import Damaged
 
     if options.weights == "ema" and not saved.state["ema"]:
-        raise no_average(saved)
+        raise no_ema(saved)
     which, node, info = chosen(saved, options), alone(saved.state["config"]["model"]), data_info(saved)
     try:
         model = network(node, info, saved.state["ema" if which == "ema" else "model"])

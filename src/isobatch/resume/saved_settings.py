@@ -32,12 +32,12 @@ class SavedSettings:
     Attributes:
         groups: group -> its options, in place of the file of the default choice.
         top: top-level keys.
-        told: what is not taken over: setting -> a line for the person who resumes.
+        left_out: what is not taken over: setting -> a line for the person who resumes.
     """
 
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     top: dict[str, Any] = field(default_factory=dict)
-    told: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def named(word: str | None) -> SavedSettings | None:
@@ -82,14 +82,14 @@ def read(run: Path) -> SavedSettings:
     saved = SavedSettings()
     if config.get("imports"):
         shown = printable(str(config["imports"]))[:LONGEST]
-        saved.told["imports"] = f"{run} was started with imports={shown}: type it again if you trust it"
+        saved.left_out["imports"] = f"{run} was started with imports={shown}: type it again if you trust it"
     for group, table in TABLES.items():
         node = config.get(group)
         name = node.get("name") if isinstance(node, Mapping) else None
         if not isinstance(node, Mapping) or not isinstance(name, str):
             continue
         taken = {str(key): value for key, value in node.items()}
-        _drop_references(taken, f"{group}.", run, saved.told)
+        _drop_references(taken, f"{group}.", run, saved.left_out)
         if "name" in taken and name in table:  # else it is of a module that is to be imported, and knows its own options
             known = {f.name for f in dataclasses.fields(table[name])}
             taken = {key: value for key, value in (EARLIER.get(group, {}) | taken).items() if key in known}
@@ -103,7 +103,7 @@ def read(run: Path) -> SavedSettings:
             saved.top.update({f"{key}.{option}": nested[option] for option in options if option in nested})
         else:
             saved.top[key] = config[key]
-    _drop_references(saved.top, "", run, saved.told)
+    _drop_references(saved.top, "", run, saved.left_out)
     return saved
 
 
@@ -115,8 +115,8 @@ def defaults_of(cls: type) -> dict[str, Any]:
     return {name: value for name, value in made.items() if isinstance(value, plain)}
 
 
-def _drop_references(settings: dict[str, Any], prefix: str, run: Path, told: dict[str, str]) -> None:
+def _drop_references(settings: dict[str, Any], prefix: str, run: Path, left_out: dict[str, str]) -> None:
     """Take out every setting that holds an interpolation, which would read the environment of whoever resumes."""
     for key in [key for key, value in settings.items() if resolvable([key, value])]:
         del settings[key]
-        told[prefix + key] = f"{prefix}{printable(key)} of {run} refers to something else: type it again if it is meant"
+        left_out[prefix + key] = f"{prefix}{printable(key)} of {run} refers to something else: type it again if it is meant"

@@ -13,7 +13,7 @@ from isobatch import tasks
 from isobatch.checkpoint import reading
 from isobatch.checkpoint.folder import CheckpointFolder
 from isobatch.checkpoint.reading import Saved
-from isobatch.errors import ConfigError
+from isobatch.errors import ConfigError, reason
 from isobatch.resume import contract, cut, image_settings, rebuild, signature, weights_know
 from isobatch.resume.contract import ContractChange
 from isobatch.run_folder import layout
@@ -214,7 +214,7 @@ class Resume:
         except reading.Damaged as problem:
             raise self._unfit(str(problem)) from None
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-            raise self._unfit(" ".join(str(error).split())[:200]) from None
+            raise self._unfit(reason(error)) from None
         for note in self.notes[told:]:
             log.info("resume: %s", note)
         if self.task.trains and not self.config.allow_contract_change:
@@ -237,7 +237,7 @@ class Resume:
         if not self.uses_weights or self.saved is None:
             return
         if self.config.checkpoint.weights == "ema" and (state.ema is None or not self.saved.state["ema"]):
-            raise reading.no_average(self.saved)
+            raise reading.no_ema(self.saved)
         if reading.chosen(self.saved, self.config.checkpoint) == "raw":
             state.ema = None
 

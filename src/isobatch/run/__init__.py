@@ -15,7 +15,7 @@ from isobatch.config import Config
 from isobatch.console import Console, make_console
 from isobatch.errors import ConfigError, Stopped
 from isobatch.logger import Logger, RunInfo
-from isobatch.planner.trial import in_words
+from isobatch.planner.trial import explained
 from isobatch.run.assembled import assemble
 from isobatch.run.planned import Planned, Settled, plan_run, settle
 from isobatch.run_folder.files import RunFiles
@@ -47,7 +47,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
         garbage.on()
         run.perform()
     except BaseException as cause:
-        error = in_words(cause, ranks.rank)
+        error = explained(cause, ranks.rank)
         run.finish("stopped" if isinstance(error, Stopped) else "failed", error)
         if error is cause:
             raise

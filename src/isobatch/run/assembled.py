@@ -63,7 +63,7 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
     )  # fmt: skip
     given, seen, metrics = rehearse(config, working.module, splits, device, channels_last, prepare, trains,
                                     STOP.asked, give_up(run_dir, ranks.rank), kept_wider(average, model))  # fmt: skip
-    config.parallel.shard(model, average and average.module, config.precision, ranks, device,
+    config.parallel.partition(model, average and average.module, config.precision, ranks, device,
                           lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
     optimizer = config.optimizer.build(model, plan.batch.effective)
     statistics = batch_norm.ShardStatistics(working.module)

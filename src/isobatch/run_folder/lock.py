@@ -194,7 +194,7 @@ class Lock:
         age = (_clock(self.path) - beat) / 1e9
         left = min(max(STALE_S - age, 0), STALE_S)
         if left:
-            tell(f"{self.path.parent} is held by {owner}; it is taken over when nothing has been heard of it for {left:.0f} s")
+            warn(f"{self.path.parent} is held by {owner}; it is taken over when nothing has been heard of it for {left:.0f} s")
         while time.monotonic() - began < left:
             time.sleep(min(TICK_S, left))
             if self.owner() != owner or self.path.stat().st_mtime_ns != beat:
@@ -205,13 +205,14 @@ class Lock:
         while not over.wait(BEAT_S):
             owner = self.owner() if self.in_place() else None  # a folder that was deleted is told elsewhere
             if owner is not None and owner != self.mine and not over.is_set():
-                tell(f"{self.path.parent} was taken over by {owner}; this process ends")
+                warn(f"{self.path.parent} was taken over by {owner}; this process ends")
                 os._exit(1)
             with suppress(OSError):
                 os.utime(self.number if os.utime in os.supports_fd else self.path)
 
 
-def tell(text: str) -> None:
+def warn(text: str) -> None:
+    """Waits for nothing: this process may be about to end."""
     print(f"isobatch: {printable(text)}", file=sys.stderr, flush=True)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from isobatch.run_folder import layout
 from isobatch.runtime import accelerator
-from isobatch.runtime.dtensor import is_sharded
+from isobatch.runtime.dtensor import in_parts
 from isobatch.train.state import weights_sha256
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ def digest(run: Summarized, ending: str) -> str | None:
     assert run.loop is not None
     model = run.loop.state.model
     if ending != "failed":
-        return weights_sha256(model) if run.ranks.is_main or is_sharded(model) else None
+        return weights_sha256(model) if run.ranks.is_main or in_parts(model) else None
     try:
         run.loop.parts.statistics.attach()
-        return weights_sha256(model) if run.ranks.is_main and not is_sharded(model) else None
+        return weights_sha256(model) if run.ranks.is_main and not in_parts(model) else None
     except Exception:  # the device may be what failed: the summary is written without it
         return None
 

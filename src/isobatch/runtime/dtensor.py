@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def is_sharded(model: nn.Module) -> bool:
+def in_parts(model: nn.Module) -> bool:
     return any(hasattr(p, "full_tensor") for p in model.state_dict().values())
 
 

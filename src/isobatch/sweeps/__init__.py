@@ -80,7 +80,7 @@ def skipped(plain: Mapping[str, Any], refusal: ConfigError, run_dir: Path) -> bo
     return True
 
 
-def say(word: str, number: int, run_dir: Path) -> str:
+def line_of(word: str, number: int, run_dir: Path) -> str:
     """One line for a person; empty for a new job."""
     return {
         "new": "",

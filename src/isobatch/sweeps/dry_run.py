@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.config import Config, marked
 from isobatch.config.tables import MARKS
 from isobatch.console import make_console
+from isobatch.console.streams import to_stderr
 from isobatch.errors import ConfigError
 from isobatch.run_folder import layout
 from isobatch.run_folder.reading import Unreadable, read_mapping, usable
@@ -76,7 +76,7 @@ class DryRun:
         make_console(True, 1, 1).table(HEAD, rows)
         print(total(costs, len(rows)), flush=True)
         for line in refused:
-            print(f"isobatch: {line}", file=sys.stderr, flush=True)
+            to_stderr(f"isobatch: {line}")
         self.tidy()
         if refused:
             raise SystemExit(ConfigError.exit_code)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.errors import CompactHydraException
 
 from isobatch.config import SweepOptions, resolved, typed
+from isobatch.console.streams import to_stderr
 from isobatch.errors import ConfigError
 from isobatch.hydra_patches.refusals import stumble
 from isobatch.run_folder.reading import usable
@@ -135,7 +135,7 @@ class Counted:
                 returns += self.launcher.launch([overrides], initial_job_idx=number)
             except OSError as error:
                 line = f"isobatch: job {number}: {stumble(error)}"
-                print(line, file=sys.stderr, flush=True)
+                to_stderr(line)
                 returns.append(JobReturn(overrides=overrides, status=JobStatus.FAILED))
                 returns[-1].return_value = CompactHydraException(line)
         return returns

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from isobatch import better, hydra_patches, study
 from isobatch import config as configuration
 from isobatch.checks import choice, positive, within
-from isobatch.errors import ConfigError
+from isobatch.errors import ConfigError, reason
 from isobatch.run_folder import layout
 from isobatch.run_folder.reading import usable
 from isobatch.study import imported
@@ -115,7 +115,7 @@ class Search(Sweeper):
         except ConfigError:
             raise
         except Exception as error:  # SQLAlchemy's, optuna's and the driver's
-            said = " ".join(str(error).split())[:200]
+            said = reason(error)
             raise ConfigError("hydra.sweeper.storage", self.storage, f"cannot be opened ({type(error).__name__}: {said})",
                               "set it to journal:FILE, sqlite:///FILE.db, or to null") from None  # fmt: skip
 

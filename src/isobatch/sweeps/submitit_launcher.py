@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.errors import CompactHydraException
 
+from isobatch.console.streams import to_stderr
 from isobatch.sweeps.slots import Slot
 from isobatch.sweeps.submitit_job import SubmittedJob
 
@@ -55,7 +55,7 @@ class Submitted:
         executor = self.executor()
         jobs = [(number, list(overrides)) for number, overrides in enumerate(job_overrides, initial_job_idx)]
         where = f"{len(self.slots)} at a time on this machine" if self.slots else "in the queue"
-        tell(f"{len(jobs)} job(s), {where}; their output: {self.folder}/<job>/train.log")
+        to_stderr(f"isobatch: {len(jobs)} job(s), {where}; their output: {self.folder}/<job>/train.log")
         running: list[Running] = []
         done: dict[int, JobReturn] = {}
         try:
@@ -95,7 +95,7 @@ class Submitted:
                 words = " ".join(filter_overrides(overrides))
                 job = start(executor, SubmittedJob(self.launcher, slot, os.getpid()), arguments(number, overrides))
                 running.append(Running(number, overrides, slot, job))
-                tell(f"job {number} starts on {slot}: {words}")
+                to_stderr(f"isobatch: job {number} starts on {slot}: {words}")
             ended = collect(running, done)
             free.extend(one.slot for one in ended if one.slot is not None)
             if not ended:
@@ -124,13 +124,13 @@ def collect(running: list[Running], done: dict[int, JobReturn]) -> list[Running]
         done[one.number] = result(one)
         said = [line for line in (one.job.task(0).stderr() or "").splitlines() if line.startswith("isobatch: ")]
         for line in said:
-            print(line, file=sys.stderr, flush=True)
+            to_stderr(line)
         if done[one.number].status == JobStatus.COMPLETED:
             value = done[one.number].return_value
             found = f" with {value:.6g}" if isinstance(value, float) else ""
-            tell(f"job {one.number} ended{found} after {time.monotonic() - one.since:.1f} s")
+            to_stderr(f"isobatch: job {one.number} ended{found} after {time.monotonic() - one.since:.1f} s")
         elif not said or isinstance(done[one.number]._return_value, JobLost):
-            tell(str(done[one.number]._return_value).removeprefix("isobatch: "))
+            to_stderr("isobatch: " + str(done[one.number]._return_value).removeprefix("isobatch: "))
     return ended
 
 
@@ -154,7 +154,7 @@ def end(running: list[Running]) -> None:
     """Stop all jobs after their checkpoints; asked again, at once."""
     if not running:
         return
-    tell(f"stopping {len(running)} job(s) after a checkpoint")
+    to_stderr(f"isobatch: stopping {len(running)} job(s) after a checkpoint")
     local = [one for one in running if one.job._process is not None] if hasattr(running[0].job, "_process") else []
     for one in running:
         if one not in local:
@@ -183,8 +183,3 @@ def training_processes(running: Sequence[Running]) -> list[int]:
         with suppress(OSError):
             found += map(int, children.read_text().split())
     return found
-
-
-def tell(text: str) -> None:
-    sys.stdout.flush()
-    print(f"isobatch: {text}", file=sys.stderr, flush=True)

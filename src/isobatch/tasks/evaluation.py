@@ -52,7 +52,7 @@ def evaluate(work: Work) -> None:
              "weights": "raw" if state.ema is None else "ema", "result": loop.last_eval}  # fmt: skip
     describe = getattr(evaluator.split.dataset, "describe", None)
     written = write(run_dir, answers, classes, describe, about)
-    tell(classes, run_dir, written)
+    log_summary(classes, run_dir, written)
     rows = classes.rows()
     picture = run_dir / "confusion.png"
     images = {"confusion": picture} if picture in written else {}
@@ -62,7 +62,7 @@ def evaluate(work: Work) -> None:
     loop.logger.report({"samples": state.samples}, images, tables)
 
 
-def tell(classes: Confusion, run_dir: Path, written: list[Path]) -> None:
+def log_summary(classes: Confusion, run_dir: Path, written: list[Path]) -> None:
     """Two lines for a person: where it is weakest, and where the rest is written."""
     there = [row for row in classes.rows() if row["samples"]]
     worst = min(there, key=lambda row: row["recall"])

@@ -21,7 +21,7 @@ from isobatch.data import Split, unlabelled
 from isobatch.data.feed import make_source
 from isobatch.data.images import ImageOptions
 from isobatch.data.samples import Request
-from isobatch.errors import ConfigError, Stopped
+from isobatch.errors import ConfigError, Stopped, reason
 from isobatch.launch.signals import STOP
 from isobatch.planner.trial import is_out_of_memory
 from isobatch.precision.forward import forward
@@ -89,7 +89,7 @@ def predict(config: Config, run_dir: Path, ranks: Ranks) -> None:
     spent = max(time.monotonic() - began, 1e-9)
     summary = summarize(job, "completed", None) | {"samples": len(split), "perf": {"samples_per_s": len(split) / spent}}
     files.summary(summary)
-    console.say(f"{len(split):,} samples in {run_dir}, {len(split) / spent:,.0f} samples/s")
+    console.message(f"{len(split):,} samples in {run_dir}, {len(split) / spent:,.0f} samples/s")
 
 
 def samples(config: Config, trained: Trained) -> tuple[Any, Split]:
@@ -204,7 +204,7 @@ class Predictor:
         except Exception as error:
             if is_out_of_memory(error) or not isinstance(inputs, Tensor) or tuple(inputs.shape[1:]) == self.trained.info.shape:
                 raise
-            said = " ".join(str(error).split())[:160]
+            said = reason(error, 160)
             raise ConfigError("predict.path", self.config.predict.path, "the model cannot take inputs "
                               f"{list(inputs.shape[1:])}: it was trained on {list(self.trained.info.shape)} ({said})",
                               "give it inputs as in its training") from error  # fmt: skip

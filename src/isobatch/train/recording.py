@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as tree
 
-from isobatch.errors import JobFailed
+from isobatch.errors import JobFailed, reason
 from isobatch.given import Given, taken_apart
 from isobatch.precision.forward import forward
 from isobatch.reduction.elements import ByElements
@@ -49,7 +49,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any, what: str) -> Iterator[None]
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
     except (RuntimeError, NotImplementedError) as error:
-        raise JobFailed(f"cuda_graph=true: {what} cannot be recorded ({' '.join(str(error).split())[:200]}); "
+        raise JobFailed(f"cuda_graph=true: {what} cannot be recorded ({reason(error)}); "
                         "set cuda_graph=false") from error  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from isobatch.data.device import ToDevice
 from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import IGNORED, Samples, ignored_by
-from isobatch.errors import ConfigError, JobFailed, Stopped
+from isobatch.errors import ConfigError, JobFailed, Stopped, kind_and_reason
 from isobatch.given import Given, Sum, taken_apart
 from isobatch.metrics.base import Metric
 from isobatch.parallel.unused import unnoticed
@@ -258,4 +258,4 @@ def _form(value: Any) -> str:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".rstrip(": ")
+    return kind_and_reason(error, 160)
