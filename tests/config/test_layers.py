@@ -133,9 +133,18 @@ SENSE = ("micro steps, not", "are no images", "teacher", "needs one target per s
 PAIRS = [(recipe, *choice) for recipe in RECIPES for choice in CHOICES]
 
 
+def whole(recipe: str) -> dict[str, Any]:
+    """A recipe with the one that it begins from."""
+    own = file("experiment", recipe)
+    defaults = own.get("defaults", [])
+    for start in (whole(name) for name in defaults if isinstance(name, str) and name != "_self_"):
+        own = OmegaConf.to_container(OmegaConf.merge(start, own)) | {"defaults": [*start.get("defaults", []), *defaults]}
+    return own
+
+
 def composes(recipe: str, group: str, choice: str) -> None:
     composed = plain(f"experiment={recipe}", f"{group}={choice}")
-    written = file("experiment", recipe)
+    written = whole(recipe)
     theirs = next((entry[f"override /{group}"] for entry in written.get("defaults", []) if f"override /{group}" in entry), None)
     default = next(e[group] for e in yaml.safe_load((CONF / "config.yaml").read_text())["defaults"] if group in e)
     same = choice == (theirs or default)
