@@ -47,7 +47,7 @@ class Fingerprint:
         return self.apart(step, micro)
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if getattr(getattr(module, "shards", None), "attending", False):
+        if getattr(getattr(module, "fsdp_units", None), "attending", False):
             self.keys = []  # a forward for other ranks' sake
         if module.training:
             for key, found in zip(self.keys, self._digests(arguments), strict=False):
