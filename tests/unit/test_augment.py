@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from harness import BASE, train, train_ranks
+from pictures import photo
 from PIL import Image
-from test_data_files import photo
 
 from isobatch.augment.mixing import ShardMixer
 from isobatch.augment.sample import SampleTransform, posterize, shifted, timm_policy

@@ -11,20 +11,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from pictures import photo
 from PIL import Image
 
 from isobatch.config import options
 from isobatch.data.files import Names
 from isobatch.errors import ConfigError
 from isobatch.pixels import Decoding, center_box, read_image, scaled
-
-
-def photo(path: Path, size: tuple[int, int] = (96, 64), seed: int = 0, **save: Any) -> Path:
-    """A smooth coloured picture, so that a rescaled copy is comparable pixel by pixel."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    coarse = numpy.random.default_rng(seed).integers(0, 255, (4, 4, 3), dtype=numpy.uint8)
-    Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(path, **save)
-    return path
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness import train, train_ranks
+from pictures import photo
 from PIL import Image
-from test_data_files import photo
 
 from isobatch.config import options
 from isobatch.data import unlabelled

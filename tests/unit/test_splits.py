@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from harness import BASE, plain, summary, train, train_ranks
-from test_data_files import photo
+from pictures import photo
 
 from isobatch import tasks
 from isobatch.config import load, options
