@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import locale
 import math
 import os
@@ -24,9 +25,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
-def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import torch
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("isobatch.runtime.cores.LEAST_S", math.inf)  # the plan says that a machine is busy: not in tests
+    yield
+    torch.set_num_threads(1)  # a training sets what its config says, and the next test may look at a tensor alone
+    torch.use_deterministic_algorithms(False)
 
 
 OPTIONAL = ("trackio", "mlflow", "faster_coco_eval")  # packages that `.[test]` leaves out: see pyproject.toml
@@ -62,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    importlib.import_module("torch._dynamo")  # every optimizer imports it
+    gc.freeze()  # a million objects of what is imported by now: searching them is a third of a second, here and in each rank
     gc.enable()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -34,22 +35,31 @@ def test_the_top_level_shows_every_setting() -> None:
     assert set(node) - {"defaults", "sweep", "hydra"} == {f.name for f in dataclasses.fields(Settings)} - {"sweep"}
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_composes_and_loads(choice: str) -> None:
-    extra = {
-        "data=random_matrix": ["model=linear", "loss=output_sum"],
-        "loss=distill": ["loss.teacher.arch=resnet18"],
-        "audit=replay": ["reduction=exact"],
-        "metrics=torchmetrics": ["metrics.names=[MulticlassF1Score]"],
-    }
-    config = load(plain(choice, *extra.get(choice, [])))  # whether the folder is there is asked later
-    assert config.plain["epochs"] == 15
+WITH = {
+    "data=random_matrix": ["model=linear", "loss=output_sum"],
+    "loss=distill": ["loss.teacher.arch=resnet18"],
+    "audit=replay": ["reduction=exact"],
+    "metrics=torchmetrics": ["metrics.names=[MulticlassF1Score]"],
+}
+BY_GROUP = [[c for c in CHOICES if c.startswith(f"{group}=")] for group in TABLES]
 
 
-@pytest.mark.parametrize("overlay", [f"{p.parent.name}={p.stem}" for o in ("experiment", "plan")
-                                     for p in sorted((CONF / o).glob("*.yaml"))])  # fmt: skip
-def test_every_overlay_composes_and_loads(overlay: str) -> None:
-    load(plain(overlay))
+@pytest.mark.parametrize("row", [*zip_longest(*BY_GROUP)], ids=lambda row: " ".join(filter(None, row))[:40])
+def test_every_choice_composes_and_loads(row: tuple[str | None, ...]) -> None:
+    """Composed one of each group at a time, which takes Hydra as long as one alone, and loaded one by one."""
+    composed = plain(*filter(None, row))
+    for choice in filter(None, row):
+        if choice in WITH:
+            made = plain(choice, *WITH[choice])
+        else:
+            group = choice.partition("=")[0]
+            made = {**plain(), group: composed[group]}
+        assert load(made).plain["epochs"] == 15, choice  # whether the folder is there is asked later
+
+
+@pytest.mark.parametrize("plan", sorted(p.stem for p in (CONF / "plan").glob("*.yaml")))
+def test_every_plan_composes_and_loads(plan: str) -> None:
+    load(plain(f"plan={plan}"))
 
 
 EXPERIMENTS, HARDWARE = (sorted(p.stem for p in (CONF / o).glob("*.yaml")) for o in ("experiment", "plan"))
@@ -59,7 +69,8 @@ PAIRS = sorted({(e, HARDWARE[i % len(HARDWARE)]) for i, e in enumerate(EXPERIMEN
 
 
 @pytest.mark.parametrize(("experiment", "plan"), PAIRS)
-def test_an_experiment_takes_any_plan(experiment: str, plan: str) -> None:
+def test_an_experiment_loads_and_takes_any_plan(experiment: str, plan: str) -> None:
+    load(plain(f"experiment={experiment}"))
     before, after = plain(f"experiment={experiment}"), plain(f"experiment={experiment}", f"plan={plan}")
     changed = {key for key in after if after[key] != before[key]}
     assert changed <= {"parallel", "precision", "accumulation", "compile", "channels_last", "threads", "batch"}

@@ -12,6 +12,8 @@ import pytest
 from pretended import pretend
 from pretended.graphs import recording_graphs
 
+from isobatch import hydra_patches
+
 pytestmark = pytest.mark.gpu_pretended
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -19,7 +21,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("gpu")
+    with hydra_patches.active():  # the benchmark leaves them in force
+        yield importlib.import_module("gpu")
     for file in BENCHMARKS.glob("[a-z]*.py"):  # __main__ is the tests' own
         sys.modules.pop(file.stem, None)
 
@@ -41,6 +44,7 @@ def test_every_row_is_measured(gpu_benchmark: Any, tmp_path: Path, sections: tup
     assert all(f"| {what} |" in (tmp_path / "gpu.md").read_text() for what, _, _ in rows)
 
 
+@pytest.mark.slow  # imports the compiler
 def test_what_does_not_fit_is_left_out_and_what_fails_does_not_end_it(gpu_benchmark: Any, tmp_path: Path,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     rows = measured(gpu_benchmark, tmp_path / "late", "--seconds", "-1")

@@ -30,7 +30,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(("devices", "level"), [
-    *((2, level) for level in LEVELS), (3, "fp32"), pytest.param(3, "bf16", marks=pytest.mark.slow), (4, "fp32"),
+    (2, "fp32"), (2, "amp"), (4, "fp32"),
+    *(pytest.param(*case, marks=pytest.mark.slow)  # test_matrix.py has them too
+      for case in (*((2, level) for level in ("bf16", "amp_bf16", "O2", "O3")), (3, "fp32"), (3, "bf16"))),
 ])  # fmt: skip
 def test_several_devices_give_the_weights_of_one(tmp_path: Path, alone, devices: int, level: str) -> None:
     """Four shards: 2 micro steps over 2 devices, 2 over 3 (the second on one of them), 1 over 4."""

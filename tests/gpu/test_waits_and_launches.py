@@ -65,7 +65,7 @@ def test_host_waits_a_step(tmp_path: Path, words: str) -> None:
 def resnet(folder: Path, *words: str, shards: int = 1) -> tuple[int, Any]:
     """(launches a step of a small ResNet, the loop)."""
     made = plain(
-        "logger=none", "threads=1", "model=timm", "model.arch=resnet18", "data=synthetic", "data.image_size=32",
+        "logger=none", "threads=1", "model=timm", "model.arch=resnet10t", "data=synthetic", "data.image_size=32",
         "data.samples=64", "data.eval_samples=4", "batch.effective=8", f"batch.micro={8 // shards}", "epochs=null",
         "optimizer=sgd", "checkpoint=none", "channels_last=false", *QUIET, *words,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from isobatch import hydra_patches
 from isobatch.runtime.distributed import Ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -18,7 +19,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module(request.param)
+    with hydra_patches.active():  # a benchmark leaves them in force
+        yield importlib.import_module(request.param)
     for file in BENCHMARKS.glob("[a-z]*.py"):  # __main__ is the tests' own
         sys.modules.pop(file.stem, None)
 

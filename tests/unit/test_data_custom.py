@@ -142,6 +142,6 @@ def test_the_example_trains_with_its_own_model_data_and_loss(tmp_path: Path, mon
     assert len((EXAMPLE / "parts.py").read_text().splitlines()) <= 60
     words = ["imports=[parts]", "model=custom", "model.name=small_cnn", "+model.kwargs.width=8", "data=custom",
              "data.name=stripes", "loss=custom", "loss.name=soft_margin", "epochs=4", "batch.effective=32", "logger=none",
-             "optimizer.lr=0.01", "data.num_workers=0"]  # fmt: skip
+             "optimizer.lr=0.01", "data.num_workers=0", "threads=1"]  # fmt: skip
     run.run_job(plain(*words), tmp_path, Ranks())
     assert summary(tmp_path)["final"]["eval/accuracy"] > 0.9

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import plain
+from harness import BASE, plain
 
 from isobatch.launch import job, signals
 from isobatch.launch.signals import STOP
@@ -68,6 +68,6 @@ def test_a_warned_run_stops_with_a_checkpoint_and_the_signals_code(tmp_path: Pat
         return original(state, *args, **kwargs)
 
     monkeypatch.setattr(loop, "train_step", warned)
-    outcome = job.execute(plain("steps=9", "epochs=null", "checkpoint=default"), tmp_path, Ranks())
+    outcome = job.execute(plain(*BASE, "steps=9", "epochs=null", "checkpoint=default"), tmp_path, Ranks())
     assert (outcome.kind, outcome.signum) == ("stopped", signal.SIGUSR1)
     assert (tmp_path / "checkpoints/last/state.pt").exists() and '"steps": 3' in (tmp_path / "summary.json").read_text()
