@@ -13,8 +13,10 @@ from pictures import photo
 
 from isobatch import tasks
 from isobatch.config import load, options
+from isobatch.config.schema import EvaluateOptions
 from isobatch.data.held_out import HeldOut
 from isobatch.errors import ConfigError
+from isobatch.evaluate.views import COUNT, averaged, views_of
 
 LABELS = numpy.array([0] * 50 + [1] * 30 + [2] * 7)
 
@@ -189,12 +191,38 @@ def train_refused(folder: Path, *words: str) -> None:
 
 
 def test_mirrored_views_are_averaged() -> None:
-    from isobatch.evaluate.evaluator import Evaluator, chosen_split
-
-    evaluator = object.__new__(Evaluator)
-    evaluator.views = "flip"
     inputs = torch.arange(8.0).view(1, 1, 2, 4)
-    assert evaluator._output(lambda x: x[..., 0].flatten(1), inputs).tolist() == [[1.5, 5.5]]
-    config, rows = load(plain("evaluate.views=flip")), options("data", {"name": "random_matrix"}).load(None, 0)
+    assert averaged(lambda x: x[..., 0].flatten(1), inputs, "flip", (1, 2, 4)).tolist() == [[1.5, 5.5]]
     with pytest.raises(ConfigError, match=r"evaluate\.views=flip: is of images"):
-        chosen_split(config.evaluate, rows)
+        averaged(lambda x: x, torch.zeros(2, 3), "flip", (3,))
+    with pytest.raises(ConfigError, match=r"evaluate\.views=ten: averages class scores"):
+        averaged(lambda x: x, torch.zeros(2, 3, 6, 6), "ten", (3, 4, 4))
+    with pytest.raises(ConfigError, match=r"evaluate\.views=five: takes parts of 4 x 4 pixels, .* have 4 x 4"):
+        averaged(lambda x: x, torch.zeros(2, 3, 4, 4), "five", (3, 4, 4))
+
+
+def test_corners_and_center_are_torchvisions() -> None:
+    from torchvision.transforms.v2 import functional
+
+    images = torch.randn(2, 3, 8, 10)
+    assert [name for name in COUNT if EvaluateOptions(views=name)] == ["one", "flip", "five", "ten"]
+    for name, parts in (("five", functional.five_crop), ("ten", functional.ten_crop)):
+        ours = list(views_of(images, name, (3, 4, 6)))
+        expected = parts(images, [4, 6])
+        assert len(ours) == COUNT[name] == len(expected)
+        key = lambda image: image.flatten().tolist()  # noqa: E731
+        assert sorted(map(key, ours)) == sorted(map(key, expected))
+
+
+def test_views_count_in_a_run_and_in_its_predictions(photos: Path, tmp_path: Path) -> None:
+    words = ("data=image_folder", f"data.root={photos}", "data.train_dir=all", "data.holdout=0.2", "data.image_size=16",
+             "data.eval_size=24", "data.crop_pct=1", "data.num_workers=0", "batch.effective=12", "steps=1", "epochs=null",
+             "evaluate.views=ten", "logger=none", "threads=1", "model=timm", "model.arch=test_resnet")  # fmt: skip
+    train(tmp_path / "run", *words)
+    train(tmp_path / "one", *words, "task=evaluate", f"resume={tmp_path / 'run'}")
+    train(tmp_path / "again", "task=predict", "logger=none", f"resume={tmp_path / 'run'}", "batch.eval=2", "threads=1")
+    said = [(tmp_path / name / "predictions.csv").read_text().splitlines()[1:] for name in ("one", "again")]
+    rows = [[line.split(",") for line in lines] for lines in said]
+    assert [(row[3], row[4]) for row in rows[0]] == [(row[2], row[3]) for row in rows[1]]
+    with pytest.raises(ConfigError, match=r"^evaluate\.views=ten: takes parts of 16 x 16 pixels"):
+        train(tmp_path / "small", *words, "data.eval_size=16")

@@ -143,7 +143,8 @@ class EvaluateOptions:
 
     Args:
         split: `eval`, or `test`: the third split of the data set, for task=evaluate alone.
-        views: of each sample, whose outputs are averaged: `one`, or `flip`: the image and its mirror image.
+        views: of each image, whose outputs are averaged: `one`; `flip`: itself and its mirror image; `five`: its corners and
+            center, each as large as in training; `ten`: these and their mirror images. Of predictions too.
     """
 
     split: str = "eval"
@@ -151,7 +152,7 @@ class EvaluateOptions:
 
     def __post_init__(self) -> None:
         choice("evaluate.split", self.split, ("eval", "test"))
-        choice("evaluate.views", self.views, ("one", "flip"))
+        choice("evaluate.views", self.views, ("one", "flip", "five", "ten"))
 
 
 @dataclass(frozen=True)

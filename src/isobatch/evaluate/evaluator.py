@@ -15,6 +15,7 @@ from isobatch.data.feed import Source
 from isobatch.data.samples import Request
 from isobatch.errors import ConfigError
 from isobatch.evaluate.answers import Answers
+from isobatch.evaluate.views import COUNT, averaged
 from isobatch.given import taken_apart
 from isobatch.metrics.auto import TOP, Classes
 from isobatch.metrics.base import Metric, kind
@@ -42,7 +43,7 @@ class Evaluator:
         example: output and targets of a sample, by which its kind is told.
         metrics: None = those of one label per sample, where there are classes.
         lanes: devices of this process, `device` first (none: that alone); the model is copied to the others each time.
-        views: of each image, whose outputs are averaged: `one`, or `flip` (itself and its mirror image).
+        views: of each image, whose outputs are averaged (see views.py).
     """
 
     split: Split
@@ -143,17 +144,13 @@ class Evaluator:
             output = self._output(models[lane], inputs)
             self._count(i, slots[lane][i], output, targets)
         behind = -(-self.batches() // self.ranks.world_size) - len(mine)
-        self.after(model, behind if self.views == "one" else 2 * behind)
+        self.after(model, COUNT[self.views] * behind)
         return sum((part.to(self.device, non_blocking=True) for part in slots[1:]), slots[0])  # each filled in one of them
 
     def _output(self, model: nn.Module, inputs: Any) -> Any:
-        output = forward(model, inputs, self.precision.evaluation(self.device))
-        if self.views == "one":
-            return output
-        if not isinstance(output, Tensor) or output.ndim != 2:
-            raise ConfigError("evaluate.views", self.views, "averages class scores, and this model answers something else",
-                              "set evaluate.views=one")  # fmt: skip
-        return (output + forward(model, inputs.flip(-1), self.precision.evaluation(self.device))) / 2
+        info = self.split.info
+        return averaged(lambda view: forward(model, view, self.precision.evaluation(self.device)), inputs, self.views,
+                        info.shape if info is not None else ())  # fmt: skip
 
     def _count(self, i: int, slot: Tensor, output: Any, targets: Any) -> None:
         """Fill the slot of batch i."""
@@ -179,11 +176,8 @@ def chosen_split(options: Any, splits: Splits) -> Split:
     """What the options `evaluate` look at.
 
     Raises:
-        ConfigError: there is no third split, or no image to mirror.
+        ConfigError: there is no third split.
     """
-    if options.views != "one" and len(splits.info.shape) != 3:
-        raise ConfigError("evaluate.views", options.views, f"is of images, and data={splits.info.name} has none",
-                          "set evaluate.views=one")  # fmt: skip
     if options.split == "eval":
         return splits.eval
     if splits.test is None:

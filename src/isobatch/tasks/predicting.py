@@ -22,6 +22,7 @@ from isobatch.data.feed import make_source
 from isobatch.data.images import ImageOptions
 from isobatch.data.samples import Request
 from isobatch.errors import ConfigError, Stopped, reason
+from isobatch.evaluate.views import averaged
 from isobatch.launch.signals import STOP
 from isobatch.planner.trial import is_out_of_memory
 from isobatch.precision.forward import forward
@@ -200,7 +201,10 @@ class Predictor:
             inputs = mapped(lambda t: t.to(self.lanes[lane], non_blocking=True), inputs)
         self.seed.evaluation(0, batch)
         try:
-            return forward(self.models[lane], inputs, self.config.precision.evaluation(self.lanes[0]))
+            return averaged(lambda view: forward(self.models[lane], view, self.config.precision.evaluation(self.lanes[0])),
+                            inputs, self.config.evaluate.views, self.trained.info.shape)  # fmt: skip
+        except ConfigError:
+            raise
         except Exception as error:
             if is_out_of_memory(error) or not isinstance(inputs, Tensor) or tuple(inputs.shape[1:]) == self.trained.info.shape:
                 raise

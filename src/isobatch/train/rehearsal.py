@@ -24,6 +24,7 @@ from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import IGNORED, Samples, ignored_by
 from isobatch.errors import ConfigError, JobFailed, Stopped, kind_and_reason
+from isobatch.evaluate.views import averaged
 from isobatch.given import Given, Sum, taken_apart
 from isobatch.metrics.base import Metric
 from isobatch.parallel.unused import unnoticed
@@ -59,7 +60,7 @@ class Rehearsal:
     def __init__(self, module: nn.Module, config: Any, splits: Splits, device: torch.device, channels_last: bool,
                  average: nn.Module | None = None):  # fmt: skip
         self.module, self.model, self.splits, self.precision = module, config.model, splits, config.precision
-        self.average, self.ema = average, config.ema
+        self.average, self.ema, self.views = average, config.ema, config.evaluate.views
         self.loss, self.device, self.channels_last, self.seed = config.loss, device, channels_last, config.seed
         self.doing = "it"
 
@@ -154,7 +155,10 @@ class Rehearsal:
             with unnoticed(self.module, inputs), torch.set_grad_enabled(which == "training"):
                 before = torch.get_rng_state()
                 try:
-                    output = forward(self.module, inputs, autocast(self.device))
+                    output = averaged(lambda view: forward(self.module, view, autocast(self.device)), inputs,
+                                      "one" if which == "training" else self.views, self.splits.info.shape)  # fmt: skip
+                except ConfigError:
+                    raise
                 except Exception as error:
                     raise self._unfit_input(which, split, inputs, error) from error
                 drew = not torch.equal(before, torch.get_rng_state())
