@@ -17,7 +17,7 @@ from precision_probes import QUIET, data_of, model_of
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from isobatch.runtime.randomness import ShardSeeder, draws_on_host
+from isobatch.runtime.randomness import ShardSeeder, code_of, draws, draws_on_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*opt_einsum")  # kron wishes for it
 KRON = ("logger=none", "threads=1", "model=mlp", "model.width=8", "model.depth=1", "scheduler=constant", "epochs=null",
@@ -122,10 +122,43 @@ def test_numpy_and_python_are_seeded_only_where_anybodys_own_code_runs() -> None
     hooked, patched = torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
     hooked[0].register_forward_pre_hook(hook)
     patched.forward = lambda inputs: inputs  # type: ignore[method-assign]
-    assert not draws_on_host(plain, loss, loss)
+    assert not draws_on_host(code_of(plain, loss))
     for module, criterion, other in ((torch.nn.Sequential(Mine(1, 1)), loss, loss), (hooked, loss, loss), (patched, loss, loss),
                                      (plain, hook, loss), (plain, loss, hook), (plain, partial(loss), loss)):  # fmt: skip
-        assert draws_on_host(module, criterion, other)
+        assert draws_on_host(code_of(module, criterion, other))
+
+
+def test_a_forward_is_not_seeded_where_none_of_its_layers_can_draw() -> None:
+    from torch.nn.utils import parametrizations
+
+    from isobatch.loss.elements import ElementCrossEntropy, FocalLoss
+
+    def hook(*given: object) -> None:
+        pass
+
+    class Loud(ElementCrossEntropy):
+        pass
+
+    def net(*more: torch.nn.Module) -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(2, 2), torch.nn.ReLU(), *more)
+
+    quiet = ElementCrossEntropy(None, None)
+    for criterion in (quiet, FocalLoss(None, None, 2.0), torch.nn.CrossEntropyLoss()):
+        assert not draws(code_of(net(torch.nn.BatchNorm1d(2)), criterion))
+    loud = [net() for _ in range(6)]
+    loud[0][1].register_full_backward_hook(hook)
+    loud[1][1].weight.register_hook(hook)
+    loud[2][1].weight.register_post_accumulate_grad_hook(hook)
+    loud[3].register_forward_hook(hook)
+    loud[4].forward = torch.nn.functional.dropout  # type: ignore[method-assign]
+    parametrizations.spectral_norm(loud[5][1])
+    for module in (*loud, net(torch.nn.Dropout(0.0)), net(torch.nn.RReLU())):
+        assert draws(code_of(module, quiet))
+    assert draws(code_of(net(), Loud(None, None))) and draws(code_of(net(), torch.nn.functional.mse_loss))
+    assert draws(code_of(net(), quiet, hook))
+    before = torch.get_rng_state()
+    ShardSeeder(1, [torch.device("cpu")], host=False, forward=False)(0, (0,))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_torchs_and_timms_forwards_draw_from_torch_alone() -> None:

@@ -76,7 +76,12 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """Whether `step` is one of every `checkpoint.every`."""
-        return self.enabled and self.options.every is not None and step % self.options.every == 0
+        return self.next_due(step) == step
+
+    def next_due(self, step: int) -> int | None:
+        """The first one of every `checkpoint.every` from `step` on; None: there is none."""
+        every = self.options.every
+        return step + -step % every if self.enabled and every is not None else None
 
     def request(self) -> int:
         """SAVE_NOW when `checkpoint.every_minutes` have passed by this rank's clock, else 0."""

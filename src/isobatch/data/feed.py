@@ -16,6 +16,7 @@ from isobatch.batch_plan import BatchPlan, Window
 from isobatch.data import Split
 from isobatch.data.device import SideStream, ToDevice
 from isobatch.data.loader import WorkerSource, choose_workers
+from isobatch.data.places import MicroSteps, Places
 from isobatch.data.samples import Request, Samples, ignored_by
 from isobatch.permutation import ComputedOrder
 from isobatch.runtime import accelerator
@@ -23,6 +24,8 @@ from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import isolated_generators
 from isobatch.runtime.trees import Tree, first, mapped
 from isobatch.shards.layout import Lanes, Layout
+
+SPAN = 64, 2**16  # windows, and samples, that are cut in one go: for one alone that takes a sixth of a small model's step
 
 
 @dataclass(slots=True)
@@ -164,7 +167,8 @@ class Feed:
         self.source, self.plan, self.averages, self.prepare, self.keep = source, plan, averages, prepare, keep
         self.replicas, self.lanes, self.interleaved = replicas, lanes, interleaved
         self.cut = lru_cache(maxsize=4)(self._cut)
-        self.window = lru_cache(maxsize=2)(plan.window)  # without workers it is asked for its samples, then for its batches
+        self.places = lru_cache(maxsize=4)(lambda size: Places(self.cut(size), size, plan.batch.num_shards))
+        self.span = lru_cache(maxsize=2)(self._span)  # without workers it is asked for its samples, then for its batches
         self.order = lru_cache(maxsize=2)(lambda epoch: self._padded(order(epoch)))
         self.highest = lru_cache(maxsize=2)(lambda epoch: int(self.order(epoch).max()))
         # of data that live on the device: once an epoch, where a copy for each micro step would be a launch and a wait
@@ -184,21 +188,16 @@ class Feed:
             return order
         return order.repeat(missing // len(order) + 2)[:size]
 
-    def shard_indices(self, window: Window, shard: int, order: Tensor | ComputedOrder | None = None) -> Tensor:
-        """Virtual indices (n,) of one shard; of those of `order`, a copy of its epoch's elsewhere."""
+    def shard_indices(self, window: Window, shard: int) -> Tensor:
+        """Virtual indices (n,) of one shard."""
         positions = window.shard(shard)
-        order = self.order(window.epoch) if order is None else order
-        return order[positions.start : positions.stop : positions.step]
+        return self.order(window.epoch)[positions.start : positions.stop : positions.step]
 
-    def indices(self, window: Window) -> Tensor:
-        """Virtual indices of the whole window, in the sampler's order."""
-        return self.order(window.epoch)[window.positions.start : window.positions.stop]
-
-    def filled(self, window: Window) -> list[tuple[tuple[int, ...], Lanes]]:
+    def filled(self, window: Window) -> MicroSteps:
         """This process's micro steps in a window: (shards, how they lie)."""
         return self.cut(window.size)
 
-    def _cut(self, size: int) -> list[tuple[tuple[int, ...], Lanes]]:
+    def _cut(self, size: int) -> MicroSteps:
         total = self.plan.batch.num_shards
         found = []
         for step in self.plan.batch.micro_steps(self.replicas, self.lanes, min(size, total)):
@@ -206,13 +205,30 @@ class Feed:
             found.append((tuple(v for held in step for v in held), Lanes(layouts)))
         return found
 
+    def _span(self, start: int) -> list[Window]:
+        """Windows from step `start` on that lie in one epoch and have the same size."""
+        first = self.plan.window(start)
+        found = [first]
+        for step in range(start + 1, start + min(SPAN[0], max(1, SPAN[1] // first.size))):
+            window = self.plan.window(step)
+            if window.epoch != first.epoch or window.size != first.size:
+                break
+            found.append(window)
+        return found
+
+    def spans(self, start: int, stop: int) -> Iterator[list[Window]]:
+        """The windows of steps start .. stop-1."""
+        while start < stop:
+            span = self.span(start)[: stop - start]
+            yield span
+            start += len(span)
+
     def requests(self, start: int, stop: int) -> Iterator[Request]:
-        for step in range(start, stop):
-            window = self.window(step)
-            order = self.sent(window.epoch)
-            for shards, lanes in self.filled(window):
-                indices = lanes.join([self.shard_indices(window, v, order) for v in shards])
-                yield Request(window.epoch, indices, self.highest(window.epoch))
+        for span in self.spans(start, stop):
+            epoch, size, first = span[0].epoch, span[0].size, span[0].positions.start
+            highest = self.highest(epoch)
+            for indices in self.places(size).cut(self.sent(epoch)[first : first + size * len(span)]):
+                yield Request(epoch, indices, highest)
 
     def alone(self, window: Window, shard: int) -> MicroBatch:
         """One shard of `window`, whoever trains it, as that one gets it; read here and now, apart from all others."""
@@ -220,16 +236,16 @@ class Feed:
         request = Request(window.epoch, indices, self.highest(window.epoch))
         inputs, targets = next(self.source.aside().batches(iter([request])))
         lanes = Lanes((Layout((len(indices),), self.interleaved),))
-        steps: list[tuple[tuple[int, ...], Lanes]] = [((shard,), lanes)]
-        return replace(self.micro_batch(window, steps, 0, inputs, targets), is_first=False, is_last=False)
+        return replace(self.micro_batch(window, [((shard,), lanes)], 0, inputs, targets), is_first=False, is_last=False)
 
     def windows(self, start: int, stop: int) -> Iterator[WindowData]:
         """Windows of steps start .. stop-1. Nothing before `start` is read: a resume costs no data."""
         kept: deque[Again] = deque()
         batches = self.source.batches(self.requests(start, stop), kept.append if self.keep else None)
-        for step in range(start, stop):
-            window = self.window(step)
-            yield WindowData(window, Kept(self, window, batches, kept) if self.keep else self._micro_batches(window, batches))
+        for span in self.spans(start, stop):
+            for window in span:
+                again = Kept(self, window, batches, kept) if self.keep else self._micro_batches(window, batches)
+                yield WindowData(window, again)
 
     def _micro_batches(self, window: Window, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[MicroBatch]:
         steps = self.filled(window)
@@ -242,8 +258,7 @@ class Feed:
         self.waited += time.perf_counter() - began
         return batch
 
-    def micro_batch(self, window: Window, steps: list[tuple[tuple[int, ...], Lanes]], k: int, inputs: Tensor,
-                    targets: Tensor) -> MicroBatch:  # fmt: skip
+    def micro_batch(self, window: Window, steps: MicroSteps, k: int, inputs: Tensor, targets: Tensor) -> MicroBatch:
         """The k-th of this process's micro steps in `window`."""
         shards, lanes = steps[k]
         if self.prepare is not None:

@@ -26,6 +26,7 @@ class ElementCrossEntropy(nn.Module):
     """
 
     couples = False  # samples meet in sums alone
+    draws = False
 
     def __init__(self, weights: Sequence[float] | Tensor | None, ignore_index: int | None, label_smoothing: float = 0.0):
         super().__init__()
@@ -72,6 +73,8 @@ class ElementCrossEntropy(nn.Module):
 
 class FocalLoss(ElementCrossEntropy):
     """(1 - p)^gamma * cross entropy, p the probability of the right class; divided as cross entropy is."""
+
+    draws = False
 
     def __init__(self, weights: Sequence[float] | None, ignore_index: int | None, gamma: float):
         super().__init__(weights, ignore_index)

@@ -22,9 +22,9 @@ from isobatch.run.planned import Planned
 from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.rows import Standing
-from isobatch.runtime import hardware
+from isobatch.runtime import hardware, randomness
 from isobatch.runtime.distributed import Ranks
-from isobatch.runtime.randomness import ShardSeeder, draws_on_host
+from isobatch.runtime.randomness import ShardSeeder
 from isobatch.shards.criteria import EachShard, handed_on
 from isobatch.shards.side_by_side import SideBySide
 from isobatch.train import batch_norm, graph, pace, sharpness
@@ -89,8 +89,8 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         resume.adopt(checkpointer)
     lanes = config.parallel.lane_devices(device)
     criterion = config.loss.build()
-    host = draws_on_host(working.module, criterion, getattr(config.loss, "factory", criterion))
-    seed = ShardSeeder(config.seed, lanes, host)
+    code = randomness.code_of(working.module, criterion, *filter(None, [getattr(config.loss, "factory", None)]))
+    seed = ShardSeeder(config.seed, lanes, randomness.draws_on_host(code), randomness.draws(code))
     if sharing.at_once > 1 and config.loss.couples(criterion):
         criterion, prepare = EachShard(criterion, config.loss.averages), handed_on(prepare)
     apart: SideBySide | Fingerprint = SideBySide(config.seed, lanes, sharing.apart, plan.batch.shard)

@@ -36,19 +36,22 @@ class ShardSeeder:
     A device's generator keeps its seed on the host, so nothing here waits for it.
     """
 
-    def __init__(self, seed: int, devices: list[torch.device], host: bool = True):
-        """`host`: whether a forward may draw from NumPy or Python, whose seeding takes a twentieth of a small model's step."""
+    def __init__(self, seed: int, devices: list[torch.device], host: bool = True, forward: bool = True):
+        """Seeding takes a twentieth of a small model's step each: `forward`: whether a forward may draw at all; `host`: whether
+        from NumPy or Python, too."""
         import torch
 
         from isobatch.runtime.accelerator import generator
 
-        self.seed, self.host = seed, host
+        self.seed, self.host, self.forward = seed, host, forward
         self.generators = [generator(device) for device in devices]
         self.all = list({id(g): g for g in (*self.generators, torch.default_generator)}.values())
         self.own: tuple[object, list[Any]] = (None, [])
 
     def __call__(self, step: int, shards: tuple[int, ...]) -> None:
         """Before a forward: what dropout and stochastic depth draw from. Shard i of the micro step runs on device i."""
+        if not self.forward:
+            return
         first = seed_of("shard", self.seed, step, shards[0])
         self.generators[0].manual_seed(first)
         for generator, shard in zip(self.generators[1:], shards[1:], strict=False):
@@ -91,28 +94,52 @@ def seed_host(key: int) -> None:
 TORCH_ALONE = frozenset({"torch", "timm", "isobatch"})  # their forwards draw from torch's generators: a test reads them
 
 
-def draws_on_host(module: Any, criterion: Any, *others: Any) -> bool:
-    """Whether a forward may draw from NumPy or Python: where anybody's own code runs in it, be it a hook."""
+DRAW_NOTHING = ("Sequential", "Flatten", "Identity", "Linear", "ReLU", "LayerNorm", "BatchNorm1d", "BatchNorm2d", "Conv2d",
+                "MaxPool2d", "AdaptiveAvgPool2d", "CrossEntropyLoss", "MSELoss")  # fmt: skip # of torch.nn
+
+
+def code_of(module: Any, criterion: Any, *others: Any) -> list[Any]:
+    """What runs in a forward and its backward: the types of modules, functions in their place, hooks."""
     from torch.nn import Module
     from torch.nn.modules import module as torch_s
 
-    code = [*torch_s._global_forward_hooks.values(), *torch_s._global_forward_pre_hooks.values(), *others]
+    code = [*others]
+    for hooks in (torch_s._global_forward_hooks, torch_s._global_forward_pre_hooks, torch_s._global_backward_hooks,
+                  torch_s._global_backward_pre_hooks):  # fmt: skip
+        code += hooks.values()
     for whole in (module, criterion):
         if not isinstance(whole, Module):
             code.append(whole)
             continue
         for part in whole.modules():
-            code += [type(part), *part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+            code.append(type(part))
+            for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+                code += hooks.values()
             code += [forward] if (forward := vars(part).get("forward")) else []
+        for parameter in whole.parameters():
+            code += [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
+    return code
+
+
+def draws_on_host(code: list[Any]) -> bool:
+    """Whether a forward may draw from NumPy or Python: where anybody's own code runs in it, be it a hook."""
     return any((getattr(one, "__module__", None) or "").partition(".")[0] not in TORCH_ALONE for one in code)
+
+
+def draws(code: list[Any]) -> bool:
+    """Whether a forward may draw at all: unless all of it is layers of exactly these types, or says `draws = False`."""
+    from torch import nn
+
+    quiet = {getattr(nn, name) for name in DRAW_NOTHING}
+    return draws_on_host(code) or any(one not in quiet and vars(one).get("draws") is not False for one in code)
 
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Whether somebody's code runs around the steps of `optimizer`: torch keeps such hooks with it, and for all optimizers."""
-    from torch.optim import optimizer as torch_s
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any((*own, torch_s._global_optimizer_pre_hooks, torch_s._global_optimizer_post_hooks))
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)  # fmt: skip
 
 
 def seeder_of(value: object) -> Any:

@@ -124,6 +124,7 @@ class Loop:
         logged_samples = state.samples
         logged_s = self.clock.train_s
         timed_from = state.step + self.warmup
+        pause = self._next_pause()
         for data in windows:
             lr = self._set_lr()
             chained = self.chain.due(state.step + 1)
@@ -132,9 +133,10 @@ class Loop:
             if self.pace is not None:
                 self.pace = self.pace.step(self.feed.waited)
             self.watch.saw(data.window, self.parts.reducer)
+            size = data.window.size
             state.step += 1
-            state.samples += data.window.size
-            self.trained_samples += data.window.size
+            state.samples += size
+            self.trained_samples += size
             state.update += applied
             state.skipped_steps += not applied
             if log_now or state.step == 1:
@@ -160,12 +162,21 @@ class Loop:
             self.console.advance(state.step, data.window.epoch)
             if self.clock.first_step is None:
                 self.clock.first_step = time.time()
-            self._between_steps(poll.due(state.step))
-            if self.ending is not None:
-                break
+            signum = poll.due(state.step)
+            if signum or state.step >= pause:
+                self._between_steps(signum)
+                if self.ending is not None:
+                    break
+                pause = self._next_pause()
 
     def _requested(self) -> int:
         return self.stop_requested() or self.stopping.request() or self.checkpointer.request()
+
+    def _next_pause(self) -> int:
+        """The first step from here on that an evaluation or a save is known to follow: a step asks no more than that."""
+        after = self.state.step + 1
+        evaluation = after + (self.ahead - after) % self.eval_every
+        return min(self.total_steps, evaluation, self.checkpointer.next_due(after) or evaluation)
 
     def _evaluates(self, step: int) -> bool:
         return step == self.total_steps or (step - self.ahead) % self.eval_every == 0
