@@ -46,8 +46,11 @@ def test_every_plan_ends_on_stock_ddps_weights(tmp_path: Path, shards: int, begi
     train(tmp_path / "dp", *contract, "parallel=dp", f"parallel.replicas={shards}")
     train(tmp_path / "exact", *contract, "reduction=exact")
     train_ranks(shards, tmp_path / "ddp", *contract)
-    train_ranks(5, tmp_path / "more ranks than shards", *contract)
-    for plan in ("accumulation", "dp", "exact", "ddp", "more ranks than shards"):
+    plans = ["accumulation", "dp", "exact", "ddp"]
+    if shards == 2:
+        train_ranks(3, tmp_path / "more ranks than shards", *contract)
+        plans.append("more ranks than shards")
+    for plan in plans:
         found = rows(tmp_path / plan, "weights")
         assert len(found) == 2, plan
         for epoch in range(2):

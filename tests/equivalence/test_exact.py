@@ -35,16 +35,17 @@ def on_one_process(folder: Path, made: dict[str, Any]) -> dict[str, Trace]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    return on_one_process(tmp_path_factory.mktemp("one"), jobs(6, QUICK))
+    return on_one_process(tmp_path_factory.mktemp("one"), jobs(STEPS, QUICK))
 
 
+STEPS = 4  # the fourth is the epoch's tail
 ALWAYS = (DP[0], DDP[1], DDP[5])  # the others, and 200 steps of all, in `make test-all`
 
 
 @pytest.mark.parametrize("plan", [pytest.param(plan, id=plan.name, marks=() if plan in ALWAYS else pytest.mark.slow)
                                   for plan in (*DP, *DDP)])  # fmt: skip
 def test_every_plan_trains_the_same_bits(tmp_path: Path, one: dict[str, Trace], plan: Plan) -> None:
-    for name, ranks in traces(tmp_path, plan, jobs(6, QUICK), limit_s=200).items():
+    for name, ranks in traces(tmp_path, plan, jobs(STEPS, QUICK), limit_s=200).items():
         assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
 
 
@@ -74,28 +75,35 @@ def test_every_plan_trains_the_same_bits_for_200_steps(tmp_path: Path, one_long:
         assert differences(one_long[name], ranks) == [], f"{plan.name}: {name}"
 
 
-@pytest.mark.parametrize("method", ["tree", "bin64"])
-def test_a_run_goes_on_with_other_ranks_in_mid_epoch(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "plans"), [
+    ("tree", (DDP[2],)), ("bin64", (ONE,)),
+    *(pytest.param(method, (ONE, *DDP[:3]), marks=pytest.mark.slow, id=f"{method}-every") for method in ("tree", "bin64")),
+])  # fmt: skip
+def test_a_run_goes_on_with_other_ranks_in_mid_epoch(tmp_path: Path, method: str, plans: tuple[Plan, ...]) -> None:
     made = job("reduction=exact", f"reduction.method={method}", "steps=7", "eval_every=7", "scheduler=constant",
                "checkpoint=default", "checkpoint.every=3", "checkpoint.keep=9")  # fmt: skip
     expected = traces(tmp_path, ONE, {"whole": made})["whole"][0]
     traces(tmp_path, DDP[1], {"begun": made})
     begun = tmp_path / DDP[1].name / "begun"
-    for plan in (ONE, DDP[0], DDP[2]):
+    for plan in plans:
         rest = {**made, "resume": str(begun), "checkpoint": {**made["checkpoint"], "load": "step-3"}}
         for rank in traces(tmp_path, plan, {"rest": rest})["rest"]:
             assert (rank.weights, rank.ema, rank.optimizer) == (expected.weights, expected.ema, expected.optimizer)
 
 
-@pytest.mark.parametrize("method", ["tree", "bin64"])
-def test_float64_and_empty_shards_and_more_ranks_than_samples(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "plans"), [
+    ("tree", (DP[0], DDP[2])), ("bin64", (DDP[5],)),
+    *(pytest.param(method, (DP[0], DDP[0], DDP[2], DDP[5]), marks=pytest.mark.slow, id=f"{method}-every")
+      for method in ("tree", "bin64")),
+])  # fmt: skip
+def test_float64_and_empty_shards_and_more_ranks_than_samples(tmp_path: Path, method: str, plans: tuple[Plan, ...]) -> None:
     """An epoch of 8 samples in windows of 6 one-sample shards: the last window fills two of them."""
     made = job("reduction=exact", f"reduction.method={method}", "data.samples=8", "batch.effective=6", "batch.micro=1",
                "batch.shard=null",
-               "steps=6", "eval_every=6")  # fmt: skip
+               "steps=4", "eval_every=4")  # fmt: skip
     made["model"] = {"name": "equivalence_float64"}
     expected = traces(tmp_path, ONE, {"all": made})["all"][0]
-    for plan in (DP[0], DDP[0], DDP[2], DDP[5]):
+    for plan in plans:
         assert differences(expected, traces(tmp_path, plan, {"all": made})["all"]) == []
 
 

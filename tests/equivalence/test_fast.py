@@ -8,20 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 from harness import on_ranks
-from plans import DDP, DP, ONE, job, on_plan, trace, traces
+from plans import DDP, DP, ONE, Plan, job, on_plan, trace, traces
 
 from isobatch.parallel import wrappers
 from isobatch.runtime.distributed import Ranks
 
+FLOAT64, FLOAT32 = ("equivalence_float64", 1e-12, 20), ("equivalence_plain", 1e-5, 50)
 
-@pytest.mark.parametrize(("model", "tolerance", "steps"), [("equivalence_float64", 1e-12, 20), ("equivalence_plain", 1e-5, 50)])
-def test_plans_agree_up_to_rounding(tmp_path: Path, model: str, tolerance: float, steps: int) -> None:
+
+@pytest.mark.parametrize(("model", "tolerance", "steps", "plans"), [
+    (*FLOAT64, (DDP[5],)), (*FLOAT32, (DP[0], DDP[2])),
+    *(pytest.param(*numbers, (DP[0], DDP[0], DDP[2], DDP[5]), marks=pytest.mark.slow) for numbers in (FLOAT64, FLOAT32)),
+])  # fmt: skip
+def test_plans_agree_up_to_rounding(tmp_path: Path, model: str, tolerance: float, steps: int, plans: tuple[Plan, ...]) -> None:
     made = job("optimizer=sgd", "optimizer.lr=0.05", f"steps={steps}", f"eval_every={steps}")
     made["model"] = {"name": model}
     expected = torch.tensor(traces(tmp_path, ONE, {"all": made})["all"][0].flat, dtype=torch.float64)
     begin = torch.tensor(traces(tmp_path / "begin", ONE, {"all": {**made, "steps": 1}})["all"][0].flat, dtype=torch.float64)
     assert (expected - begin).abs().max() > 0.01
-    for plan in (DP[0], DDP[0], DDP[2], DDP[5]):
+    for plan in plans:
         for rank in traces(tmp_path, plan, {"all": made})["all"]:
             distance = (torch.tensor(rank.flat, dtype=torch.float64) - expected).abs().max().item()
             assert distance <= tolerance, plan.name

@@ -39,8 +39,8 @@ def furthest(one: Trace, others: list[Trace]) -> float:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    jobs = {"float64": made_for("equivalence_float64", "steps=8", "eval_every=3"),
-            "network": made_for("equivalence_probe", "steps=5", "eval_every=5")}  # fmt: skip
+    jobs = {"float64": made_for("equivalence_float64", "steps=5", "eval_every=2"),
+            "network": made_for("equivalence_probe", "steps=4", "eval_every=4")}  # fmt: skip
     return {name: found[0] for name, found in traces(tmp_path_factory.mktemp("alone"), ONE, jobs).items()}
 
 
@@ -52,13 +52,13 @@ LATER = pytest.mark.slow  # make test-all
 
 
 @pytest.mark.parametrize("plan", [
-    UNEVEN, pytest.param(IDLE, marks=LATER), pytest.param(options(UNEVEN, "whole", *WHOLE), marks=LATER),
+    *(pytest.param(plan, marks=LATER) for plan in (UNEVEN, IDLE, options(UNEVEN, "whole", *WHOLE))),
     options(IDLE, "whole", *WHOLE, "parallel.blocks=[]"),
     options(UNEVEN, "hybrid", "parallel.shard_size=2", "parallel.reduce_between_micro_steps=false"),
 ], ids=lambda plan: plan.name)  # fmt: skip
 def test_the_same_as_one_process(tmp_path: Path, alone: dict[str, Trace], plan: Plan) -> None:
     """Weights, average, losses, gradient norms before clipping and evaluations, in float64."""
-    found = on(plan, tmp_path, "equivalence_float64", "steps=8", "eval_every=3")
+    found = on(plan, tmp_path, "equivalence_float64", "steps=5", "eval_every=2")
     assert furthest(alone["float64"], found) <= 1e-7  # the losses are fp32 numbers
     weights = torch.tensor([trace.flat for trace in found], dtype=torch.float64)
     assert (weights - torch.tensor(alone["float64"].flat, dtype=torch.float64)).abs().max() <= 1e-12
@@ -66,9 +66,9 @@ def test_the_same_as_one_process(tmp_path: Path, alone: dict[str, Trace], plan: 
     assert len({(trace.weights, trace.ema, trace.optimizer) for trace in found}) == 1
 
 
-@pytest.mark.parametrize("plan", [pytest.param(UNEVEN, marks=LATER), IDLE], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [UNEVEN, pytest.param(IDLE, marks=LATER)], ids=lambda plan: plan.name)
 def test_batch_norm_dropout_and_branches_that_only_some_shards_take(tmp_path: Path, alone: dict[str, Trace],
                                                                     plan: Plan) -> None:  # fmt: skip
     """Ranks without a shard touch neither statistics nor generators; a branch that no shard takes gets no decay."""
-    found = on(plan, tmp_path, "equivalence_probe", "steps=5", "eval_every=5")
+    found = on(plan, tmp_path, "equivalence_probe", "steps=4", "eval_every=4")
     assert furthest(alone["network"], found) <= 1e-5

@@ -265,6 +265,7 @@ def test_no_bits_are_black_and_eight_are_the_image() -> None:
     assert colors == [(0, 0, 0), (0, 0, 0), (128, 0, 0), (200, 100, 50)]
 
 
+@pytest.mark.slow  # a process of its own
 def test_a_policy_brings_timm_without_wandb() -> None:
     code = ("import sys; from isobatch.augment.sample import timm_policy; timm_policy('rand-m9-n2', 32, (0.5,), 'bilinear');"
             "assert 'timm' in sys.modules and 'wandb' not in sys.modules")  # fmt: skip

@@ -37,7 +37,10 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stop", [1, 2, 4, 5, 8])  # in the warmup, in mid-epoch, between epochs, mid-growth
+LATER = [pytest.param(stop, marks=pytest.mark.slow) for stop in (2, 8)]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, *LATER])  # in the warmup, between epochs, in mid-epoch and mid-growth
 def test_a_stop_at_any_step_changes_nothing(tmp_path: Path, whole: Path, stop) -> None:
     train(tmp_path / "rest", *RICH, *SCALED, f"resume={whole}", f"checkpoint.load=step-{stop}")
     assert same(training(state_of(tmp_path / "rest")), training(state_of(whole)))

@@ -25,6 +25,7 @@ def test_digits_are_those_that_scikit_learn_loads(monkeypatch: pytest.MonkeyPatc
     assert numpy.array_equal(read_digits.__wrapped__(), rows)
 
 
+@pytest.mark.slow  # a process of its own
 def test_digits_are_read_without_importing_scikit_learn() -> None:
     code = "import sys; from isobatch.data.in_memory import Digits; Digits().load(None, 0); assert 'sklearn' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)

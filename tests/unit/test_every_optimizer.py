@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # timm's own, of some of them
 WORDS = ("logger=none", "threads=1", "model=mlp", "model.width=4", "model.depth=1", "scheduler=constant", "epochs=null",
          "batch.effective=8", "eval_every=100", "optimizer.lr=0.001", "optimizer.weight_decay=0.01", "ema=none")  # fmt: skip
 SAMPLE = ("novograd", "adafactorbv", "lookahead_adamw", "lamb", "adopt", "muon", "adafactor", "mars", "sgdp")
+FAST = ("lookahead_adamw", "muon", "adafactorbv", "mars")  # a wrapper, a fallback, no momentum, a closure of its own
 
 
 def resumes_to_the_bit(folder: Path, opt: str) -> None:
@@ -30,7 +31,7 @@ def resumes_to_the_bit(folder: Path, opt: str) -> None:
     assert train(folder / "again", *words, "steps=4", f"resume={folder / 'part'}").weights[-1] == whole.weights[-1], opt
 
 
-@pytest.mark.parametrize("opt", SAMPLE)
+@pytest.mark.parametrize("opt", [pytest.param(opt, marks=() if opt in FAST else pytest.mark.slow) for opt in SAMPLE])
 def test_a_sample_of_timms_optimizers(tmp_path: Path, opt: str) -> None:
     resumes_to_the_bit(tmp_path, opt)
 

@@ -61,6 +61,7 @@ def test_layer_decay_scales_the_rate_from_the_head_down() -> None:
     assert max(rates) == 1.0 and 0.5 in rates and 0.25 in rates
 
 
+@pytest.mark.slow  # a process of its own
 def test_a_start_without_a_timm_model_does_not_wait_for_timm() -> None:
     done = subprocess.run([sys.executable, "-c", "import sys, torch; from isobatch.optimizer import TimmOptimizer;"
                            "TimmOptimizer(opt='momentum').build(torch.nn.Linear(2, 2), 4); assert 'timm' not in sys.modules"],

@@ -34,7 +34,7 @@ def ranks_train(world_size: int, folder: Path, *words: str) -> list[Any]:
     return on_ranks(world_size, folder, work)
 
 
-@pytest.mark.parametrize(("world_size", "micro"), [(2, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize(("world_size", "micro"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow), (4, 2)])
 def test_unused_parameters_are_found_and_stay_without_gradient(tmp_path: Path, world_size: int, micro: int) -> None:
     """`never` is in no output, `second` in some shards only, and ranks idle in the tail (all but one of 4 with 2)."""
     words = (*probe(), f"batch.micro={micro}", "batch.shard=null")
@@ -106,7 +106,7 @@ def heads(*words: str, of: list[float] = HEADS, spare: bool = False) -> tuple[st
     return (*HEAD_WORDS, *model_of(f"heads{spare}", lambda info: Heads(spare)), *data, "sampler=sequential", *words)
 
 
-@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize("spare", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("strategy", "world_size", "effective"), [
     ("ddp", 3, 4), ("fsdp", 2, 4),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", 2, 4), ("ddp", 2, 8), ("ddp", 3, 12), ("fsdp", 2, 8))),
@@ -200,7 +200,12 @@ def test_gradients_added_otherwise_have_the_same_mean(tmp_path: Path, words: tup
 
 
 @pytest.mark.parametrize(
-    ("level", "method"), [("O1", "bin64"), ("O2", "tree"), ("O2", "bin64"), ("O3", "tree"), ("bf16_pure", "bin64")]
+    ("level", "method"),
+    [
+        ("O1", "bin64"),
+        ("O2", "tree"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("O2", "bin64"), ("O3", "tree"), ("bf16_pure", "bin64"))),
+    ],
 )
 def test_exact_reduction_is_exact_at_every_level(tmp_path: Path, level: str, method: str) -> None:
     images, labels = torch.randn(18, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(18) % 10

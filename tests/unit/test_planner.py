@@ -49,10 +49,10 @@ def alive_at_peak(run: Run, windows: int) -> int:
 @pytest.mark.parametrize(
     ("model", "micro_batch"),
     [
-        (("model=resnet18",), 32),  # one micro step: gradients come while activations go
+        pytest.param(("model=resnet18",), 32, marks=pytest.mark.slow),  # one micro step: gradients come while activations go
         (("model=resnet18", "optimizer=sgd"), 16),  # two: the last layers' gradients are there twice, and copied
         (("model=timm", "model.arch=test_convnext", "ema=ema"), 8),  # four micro steps
-        ((*VIT, "optimizer=sgd"), 16),
+        pytest.param((*VIT, "optimizer=sgd"), 16, marks=pytest.mark.slow),
     ],
     ids=["resnet18", "resnet18 twice", "test_convnext", "vit_tiny"],
 )

@@ -57,12 +57,10 @@ def test_files_add_up_and_are_the_same_at_any_number_of_ranks(run: Path, tmp_pat
     assert (tmp_path / "1/confusion.png").read_bytes().startswith(b"\x89PNG")
     final = summary(tmp_path / "1")["final"]
     assert final["eval/balanced_accuracy"] == pytest.approx(sum(float(c["recall"]) for c in classes) / 10)
-    for count in (2, 3):
-        folder = tmp_path / str(count)
-        on_ranks(count, folder, lambda ranks, to=folder: train(to, *SHORT, "ema=ema", "ema.decay=0.97", "task=evaluate",
-                                                               "parallel=ddp", f"resume={run}", ranks=ranks))  # fmt: skip
-        for name in FILES:
-            assert (folder / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
+    words = (*SHORT, "ema=ema", "ema.decay=0.97", "task=evaluate", "parallel=ddp", f"resume={run}")
+    on_ranks(3, tmp_path / "3", lambda ranks: train(tmp_path / "3", *words, ranks=ranks))
+    for name in FILES:
+        assert (tmp_path / "3" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
 
 
 def test_which_checkpoint_and_which_of_its_weights(run: Path, tmp_path: Path) -> None:

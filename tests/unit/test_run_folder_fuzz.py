@@ -182,7 +182,7 @@ COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scope
           "database": None}  # fmt: skip
 
 
-@settings(max_examples=80, derandomize=True, **COMMON)
+@settings(max_examples=30, derandomize=True, **COMMON)
 @given(mutations)
 def test_a_mutated_run_folder_is_read_or_named(real: Path, tmp_path: Path, changes: list[tuple[str, str, int, Any]]) -> None:
     read_mutated(real, tmp_path, changes)

@@ -86,7 +86,8 @@ def test_case_18_a_sharded_run_evaluates_what_others_saved_and_digests_its_whole
 
 
 @pytest.mark.parametrize(("words", "tolerance"), [
-    (("model.arch=test_vit", "+model.kwargs.img_size=32", "model.grad_checkpointing=true", "precision=O2"), 1e-6),
+    pytest.param(("model.arch=test_vit", "+model.kwargs.img_size=32", "model.grad_checkpointing=true", "precision=O2"), 1e-6,
+                 marks=pytest.mark.slow),
     (("model.arch=test_resnet", "data.image_size=48", "precision=bf16_pure", "channels_last=true"), 1e-4),
 ], ids=["vit", "resnet"])  # fmt: skip
 def test_half_weights_are_gathered_from_fp32_masters(tmp_path: Path, words: tuple[str, ...], tolerance: float) -> None:
