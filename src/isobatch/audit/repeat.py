@@ -71,6 +71,8 @@ class Repeat:
         one, two = (self._run(state, parts, data, first, byte) for byte in (NAN, FINITE))
         found = compare(one, two)
         if not self.ranks.agree(found is not None):
+            if first is not None and hasattr(parts.micro_step, "tried"):
+                self._lanes(state, parts, data.window.step, first, one)
             return
         # a forward with all the hooks is a collective where weights are gathered: all ranks take part
         hooked = [self._run(state, parts, data, first, byte, Diary(parts.working.module)) for byte in (NAN, FINITE)]
@@ -82,6 +84,18 @@ class Repeat:
             raise JobFailed(f"{line}: {way_out(parts.device)}")
         if self.ranks.is_main:
             log.warning("%s; sweep.tolerance allows as much", line)
+
+    def _lanes(self, state: TrainState, parts: Parts, step: int, first: MicroBatch, alone: KeptShard) -> None:
+        """Shards that are run at once have the bits of one alone, or are run one at a time from now on (on this rank)."""
+        lanes: Any = parts.micro_step
+        with unchanged(state, parts, self.generators), parts.reducer.aside(first):
+            results, problem = lanes.tried(state, parts, step, replace(first, is_first=True, is_last=True))
+        for result in results:
+            if problem is None and (found := compare(alone, result)) is not None:
+                what = f"the gradient of {found.names[0]}" if not found.forward else (found.names or ["the loss"])[0]
+                problem = f"gives other bits in a thread: {what}, {found.distance:.1g} apart"
+        if problem is not None:
+            lanes.give_up(problem)
 
     def _verdict(self, told: list[OddShard | None], data: WindowData) -> tuple[str, float]:
         """(line for a person, largest distance), of all that the ranks found."""

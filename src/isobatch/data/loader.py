@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from isobatch.data.samples import Failure, HostBatch, Samples
 from isobatch.errors import JobFailed, reason
 from isobatch.runtime import cores
+from isobatch.runtime.randomness import DRAWING
 
 if TYPE_CHECKING:
     from isobatch.data.device import ToDevice
@@ -97,7 +98,9 @@ class WorkerSource:
     def _read(self, requests: Iterator[Request]) -> Iterator[HostBatch | Failure]:
         if self.loader is None:
             for request in requests:
-                yield self.samples.isolated((request.epoch, request.indices.tolist()))
+                with DRAWING:  # shards may be running in other threads
+                    batch = self.samples.isolated((request.epoch, request.indices.tolist()))
+                yield batch
             return
         self.requests.current = requests
         try:

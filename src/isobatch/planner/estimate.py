@@ -69,7 +69,7 @@ class Resident:
         return self.weights + self.working + self.gathered + self.gradients + self.beside
 
 
-def resident(config: Config, model: nn.Module, batch: Batch) -> Resident:
+def resident(config: Config, model: nn.Module, batch: Batch, lanes: int = 1) -> Resident:
     """Counted without touching `model`: half precision and the optimizer run on tensors without data."""
     weights = model if config.precision.name in SAME_MODEL else on_meta(model)  # a copy costs a tenth of a second
     working = config.parallel.working_copy(config.precision, weights, batch.num_replicas)  # O3 makes the model itself half
@@ -93,7 +93,7 @@ def resident(config: Config, model: nn.Module, batch: Batch) -> Resident:
 
     return Resident(
         part(nbytes(state_of(weights)), buffers), nbytes(copied), part(gradients), state and part(state),
-        part(average, min(average, buffers)), sums(config, batch, gradients),
+        part(average, min(average, buffers)), sums(config, batch, gradients, lanes),
         config.parallel.wire(weights, config.precision, sent),
         config.parallel.gathered_bytes(weights, batch.num_replicas),
     )  # fmt: skip
@@ -162,14 +162,16 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def sums(config: Config, batch: Batch, gradients: int) -> int:
-    """reduction=exact: partial sums along the tree of a replica's shards, or one float64 per weight."""
+def sums(config: Config, batch: Batch, gradients: int, lanes: int = 1) -> int:
+    """reduction=exact: partial sums along the tree of a replica's shards, or one float64 per weight; with several lanes the
+    gradients of each, and of one shard that waits for its turn, beside those that are counted anyway."""
     options: Any = config.reduction
     if not options.exact:
         return 0
+    waiting = lanes * gradients if lanes > 1 else 0
     if options.resolved_method(batch.num_shards) == "bin64":
-        return 2 * gradients
-    return gradients * (batch.busiest.bit_length() - 1 + (batch.num_replicas > 1))
+        return waiting + 2 * gradients
+    return waiting + gradients * (batch.busiest.bit_length() - 1 + (batch.num_replicas > 1))
 
 
 def saved_tensors(module: nn.Module, given: Sequence[Tensor], loss: Callable[[], Tensor]) -> list[SavedTensor]:

@@ -15,7 +15,7 @@ from isobatch.errors import ConfigError
 from isobatch.planner import estimate
 from isobatch.planner.hooks import without_global_hooks
 from isobatch.planner.trial import Trial, is_out_of_memory
-from isobatch.runtime import accelerator
+from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.trees import tensors
 from isobatch.train.batch_norm import tracking_layers
@@ -120,7 +120,8 @@ class MicroSearch:
         return self.tried[micro]
 
     def _try(self, batch: Batch) -> bool:
-        resident = estimate.resident(self.config, self.model, batch)
+        lanes = hardware.lanes(self.config, self.ranks, self.device, batch.at_once)
+        resident = estimate.resident(self.config, self.model, batch, lanes)
         trial = Trial(self.config, self.model, self.splits, self.device, resident.beside)
         trial.ballast += self._held_by_a_training(trial, batch)
         if self.room is not None and self._estimate(trial, batch, resident) > self.room:

@@ -20,8 +20,9 @@ BUSY = 0.25  # of its time that a process waits for a core: more, and no figure 
 USUAL_SHARD = 32  # samples that batch norm is mostly used with (Wu and He 2018: error grows below 16)
 
 
-def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, device: torch.device) -> list[str]:
-    """One line each, most important first."""
+def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, device: torch.device, threads: int = 1,
+          lanes: int = 1) -> list[str]:  # fmt: skip
+    """One line each, most important first. `threads`: of a kernel; `lanes`: shards that run at the same time."""
     batch, found = plan.batch, list[str]()
     if frozen := freezing.describe(model):
         found.append(frozen)
@@ -50,8 +51,11 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
         found.append("reduction=fast: plans agree up to rounding; reduction=exact makes them agree to the bit")
     helpers = min(cores.usable(), batch.num_shards)
     alone = device.type == "cpu" and ranks.world_size == 1 and config.parallel.name == "single"
-    if config.reduction.exact and alone and helpers > 1:
+    if config.reduction.exact and alone and helpers > lanes == 1:
         found.append(f"reduction=exact keeps one core busy; parallel=ddp parallel.nproc={helpers} gives the same bits sooner")
+    if config.reduction.exact and device.type == "cpu" and (config.threads or 0) > lanes and config.threads != threads:
+        found.append(f"threads={config.threads}: reduction=exact runs {counted(lanes, 'shard')} at a time here, with "
+                     f"{counted(threads, 'thread')} for each")  # fmt: skip
     if device.type == "cuda" and config.reduction.exact and not config.deterministic:
         found.append("reduction=exact takes torch's deterministic kernels; what has none is named before the first step")
     elif device.type == "cuda" and not config.deterministic:
@@ -112,15 +116,15 @@ def norm_notes(batch: Batch) -> list[str]:
     return found
 
 
-def view(config: Config, plan: BatchPlan, total: int, ranks: Ranks, device: torch.device) -> dict[str, str]:
-    """The plan as a person reads it: label -> text. `total`: updates of the run."""
+def view(config: Config, plan: BatchPlan, total: int, ranks: Ranks, device: torch.device, lanes: int = 1) -> dict[str, str]:
+    """The plan as a person reads it: label -> text. `total`: updates of the run. `lanes`: shards that run at the same time."""
     batch = plan.batch
     tail = "" if plan.tail_size == batch.effective else f", the last of {plan.tail_size} samples"
     return {
         "batch": str(batch),
         "parallel": config.parallel.describe(ranks, device),
         "precision": config.precision.describe(device),
-        "reduction": config.reduction.describe(batch.num_shards),
+        "reduction": config.reduction.describe(batch.num_shards) + (f", {lanes} shards at a time" if lanes > 1 else ""),
         "epoch": f"{plan.epoch_size} samples in {plan.windows_per_epoch} updates{tail}",
         "length": f"{total} updates" + (f" in {config.epochs} epochs" if config.epochs else ""),
     }

@@ -65,10 +65,14 @@ class Preview:
 
 
 @without_global_hooks()
-def preview(config: Config, model: nn.Module, splits: Splits, batch: Batch, device: torch.device) -> Preview:
-    """Memory without activations, which costs milliseconds; for task=plan all of it, by running a micro batch."""
+def preview(config: Config, model: nn.Module, splits: Splits, batch: Batch, device: torch.device, lanes: int = 1) -> Preview:
+    """Memory without activations, which costs milliseconds; for task=plan all of it, by running a micro batch.
+
+    Args:
+        lanes: micro batches that run at the same time.
+    """
     try:
-        resident = estimate.resident(config, model, batch)
+        resident = estimate.resident(config, model, batch, lanes)
     except Exception as error:  # an estimate that fails must not stop a training (a model that cannot be copied, say)
         log.debug("no memory estimate: %s", error)
         return Preview()
@@ -83,12 +87,12 @@ def preview(config: Config, model: nn.Module, splits: Splits, batch: Batch, devi
         found.tables.append((layers.HEAD, layers.rows(Trial(config, model, splits, device))))
         found.record["layers"] = [dict(zip(layers.HEAD, row, strict=True)) for row in found.tables[0][1]]
     if tasks.of(config).built == "plan":
-        _measure(found, listed, resident, config, model, splits, batch, device)
+        _measure(found, listed, resident, config, model, splits, batch, device, lanes)
     return found
 
 
 def _measure(found: Preview, listed: str, resident: Resident, config: Config, model: nn.Module, splits: Splits,
-             batch: Batch, device: torch.device) -> None:  # fmt: skip
+             batch: Batch, device: torch.device, lanes: int) -> None:  # fmt: skip
     try:
         trial = Trial(config, model, splits, device)
         saved = trial.saved(batch.micro)
@@ -98,11 +102,13 @@ def _measure(found: Preview, listed: str, resident: Resident, config: Config, mo
             raise
         found.notes.append(f"a micro batch of {batch.micro} does not fit on {device}: lower batch.micro, or set it to auto")
         return
-    activations = sum(s.nbytes for s in saved)
+    activations = lanes * sum(s.nbytes for s in saved)
     all_gradients = batch.accumulation_steps > 1 or batch.num_replicas > 1
-    inputs = sum(t.numel() * t.element_size() for t in trial.one) * batch.micro
+    inputs = sum(t.numel() * t.element_size() for t in trial.one) * batch.micro * lanes
     highest = resident.total - resident.gradients + inputs + estimate.peak(saved, resident.gradients, all_gradients)
-    found.view["memory"] = (f"{listed}, activations {_mb(activations)} of a micro batch of {batch.micro}: "
+    highest += activations - activations // lanes
+    held = f"a micro batch of {batch.micro}" if lanes == 1 else f"{lanes} shards of {batch.micro}"
+    found.view["memory"] = (f"{listed}, activations {_mb(activations)} of {held}: "
                             f"{_mb(highest)} MB per replica at the peak")  # fmt: skip
     found.record["memory_mb"] |= {"activations": round(activations / MB, 3), "peak": round(highest / MB, 3)}
     if measured is None:

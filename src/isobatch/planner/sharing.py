@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from isobatch.batch_plan import BatchPlan
+from isobatch.batch_plan import BatchPlan, counted
 from isobatch.config import Config
 from isobatch.data import Splits
 from isobatch.errors import kind_and_reason
@@ -15,6 +15,7 @@ from isobatch.planner.hooks import without_global_hooks
 from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.runtime import hardware
 from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.randomness import TORCH_ALONE
 from isobatch.shards.layout import Layout
 from isobatch.shards.trial import Findings, examine, known
 
@@ -23,21 +24,29 @@ DIFFERENT = 8  # samples that the batches of the trial are made of
 
 class Sharing(NamedTuple):
     """`at_once`: shards of one forward. `apart`: the model draws or normalises over samples. `note`: why they are fewer than
-    the batch has room for, for a person; None: they are not."""
+    the batch has room for, for a person; None: they are not. `lanes`: forwards that run at the same time."""
 
     at_once: int
     apart: bool = False
     note: str | None = None
+    lanes: int = 1
 
 
 @without_global_hooks()
-def decide(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, ranks: Ranks, device: torch.device) -> Sharing:
-    """A collective: the main rank tries, on a copy of the model, and all do what it found."""
+def decide(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, ranks: Ranks, device: torch.device,
+           threads: int = 1) -> Sharing:  # fmt: skip
+    """A collective: the main rank tries, on a copy of the model, and all do what it found. `threads`: of a kernel."""
     batch = plan.batch
     if batch.at_once == 1:
         return Sharing(1)
     if config.reduction.exact:
-        reason: str | None = "reduction=exact needs every kernel to see a shard alone"
+        if (why := without_lanes(config, model, device, threads)) is None:
+            lanes = hardware.lanes(config, ranks, device, batch.at_once)
+            held = counted(lanes, "shard")
+            why = f"as threads={config.threads} says" if config.threads else "one for each core of this process"
+            note = f"{held} at a time, of {batch.at_once} that a micro batch has room for, {why}; memory is that of {held}"
+            return Sharing(1, note=note if lanes < batch.at_once else None, lanes=lanes)
+        reason: str | None = f"reduction=exact needs every kernel to see a shard alone, and {why}"
     else:
         found = known(model) or ranks.broadcast_object(_tried(config, model, splits, plan, device) if ranks.is_main else None)
         reason = f"the model {found.coupling}" if found.coupling else unwatched(config, device) if found.apart else None
@@ -56,6 +65,34 @@ def unwatched(config: Config, device: torch.device) -> str | None:
         return "cuda_graph=true records draws that are not told apart"
     if config.model.batch_norm == "sync":
         return "model.batch_norm=sync normalises over the shards of a micro step on all ranks"
+    return None
+
+
+def without_lanes(config: Config, model: nn.Module, device: torch.device, threads: int) -> str | None:
+    """Why the shards of an exact sum cannot run at the same time (train/lanes.py); None: they can, as far as is known."""
+    if device.type != "cpu":
+        return "only a CPU runs several at the same time"
+    if threads > 1:
+        return f"this run began with {threads} threads for each kernel, which decide its bits"
+    if config.compile:
+        return f"compile={str(config.compile).lower()} is for one at a time"
+    if config.profile.alone:
+        return f"profile={config.profile.name} looks at one at a time"
+    if config.sweep.tolerance is not None:
+        return "sweep.tolerance compares what every module gives, one shard at a time"
+    return hooked(model)
+
+
+def hooked(model: nn.Module) -> str | None:
+    """Somebody's own hooks, which may know other objects than those of the thread that calls them."""
+    code: list[object] = []
+    for module in model.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            code += getattr(module, name).values()
+    if any((getattr(one, "__module__", None) or "").partition(".")[0] not in TORCH_ALONE for one in code):
+        return "the model has forward hooks of its own"
+    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+        return "its weights have hooks of their own"
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.checks import positive, within
 from isobatch.errors import ConfigError
@@ -23,6 +23,7 @@ class NoProfile:
     """Nothing is looked at."""
 
     name: str = "none"
+    alone: ClassVar[bool] = False  # looks at one shard at a time
 
     def check_with(self, config: Any) -> None:
         """Raise ConfigError for settings that it cannot be with."""
@@ -43,6 +44,7 @@ class Trace(NoProfile):
     """
 
     name: str = "trace"
+    alone: ClassVar[bool] = True  # of one thread
     start: int = 5
     steps: int = 3
     all_ranks: bool = False
@@ -100,6 +102,7 @@ class Time(NoProfile):
     """
 
     name: str = "time"
+    alone: ClassVar[bool] = True  # nothing overlaps
     peak_tflops: float | None = None
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class ByElements:
         self.slots = batch.num_shards if self.sums else 0
         self.count = 1.0
         self.weighed: list[tuple[int, Tensor | float]] = []
-        self.beside: list[tuple[dict[str, Any], float]] = []
+        self.beside: list[tuple[int, dict[str, Any], float]] = []
 
     @property
     def replays(self) -> bool:
@@ -106,7 +106,7 @@ class ByElements:
             self.weighed.append((shard, count.detach() if isinstance(count, Tensor) else count))
         if named:
             kept = {name: _detached(value) for name, value in named.items()}
-            self.beside.append((kept, weight))
+            self.beside.append((shard, kept, weight))
 
     def record(self, micro: MicroBatch, weighted_loss: Tensor) -> None:
         self.inner.record(micro, weighted_loss)
@@ -169,7 +169,7 @@ class ByElements:
         if not self.names:
             return {}
         parts = torch.zeros(len(self.names), 2, dtype=widest(self.device), device=self.device)
-        for values, weight in self.beside:
+        for _, values, weight in sorted(self.beside, key=lambda noted: noted[0]):  # lanes come in any order
             for i, name in enumerate(self.names):
                 value = values[name]
                 total, count = (value.total, value.count) if isinstance(value, Sum) else (value * weight, weight)

@@ -94,6 +94,16 @@ class Resume:
         return self.task.built in ("loop", "model") and not self.task.trains
 
     @property
+    def threads(self) -> int:
+        """Of a kernel under reduction=exact: one, unless the run that goes on began with more, which decide its bits."""
+        state = self.saved.state if self.saved is not None else {}
+        reduction = state.get("config", {}).get("reduction") or {}
+        if reduction.get("name") != self.config.reduction.name or not self.config.reduction.exact:
+            return 1
+        found = state.get("identity", {}).get("threads")
+        return found if type(found) is int and found > 0 else 1
+
+    @property
     def in_place(self) -> bool:
         """Whether the run goes on in the folder that it was in."""
         return self.saved is not None and self.saved.run.resolve() == self.run_dir.resolve()

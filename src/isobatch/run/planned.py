@@ -91,7 +91,7 @@ def plan_run(settled: Settled, task: Task, ranks: Ranks) -> Planned:
     """
     config, resume, device = settled.config, settled.resume, settled.device
     counted = world(config, ranks)  # what the plan counts: for task=plan it need not be there
-    threads = hardware.set_up(config, ranks, device)
+    threads = hardware.set_up(config, ranks, device, resume.threads)
     splits: Splits = config.data.load(config.augment.sample_transform(config.data), config.seed)
     seed_everything(config.seed)  # the weights are drawn next, from the seed alone
     model = resume.model(splits.info).build(splits.info)
@@ -109,9 +109,9 @@ def plan_run(settled: Settled, task: Task, ranks: Ranks) -> Planned:
     total = config.steps or plan.ahead + config.epochs * plan.windows_per_epoch  # type: ignore[operator]
     config = lengths_in_updates(config, total, plan.windows_per_epoch)
     counts = {**plan.as_dict(), "world_size": counted.world_size}
-    sharing = decide(config, model, splits, plan, counted, device) if looks_ahead else Sharing(1)
+    sharing = decide(config, model, splits, plan, counted, device, threads) if looks_ahead else Sharing(1)
     held = dataclasses.replace(batch, at_once=sharing.at_once)
-    ahead = preview(config, model, splits, held, device) if ranks.is_main else Preview()
+    ahead = preview(config, model, splits, held, device, sharing.lanes) if ranks.is_main else Preview()
     identity = hardware.identity(config, device, threads, batch)
     record = {
         "format": layout.FORMAT, **counts,
@@ -131,8 +131,12 @@ def plan_run(settled: Settled, task: Task, ranks: Ranks) -> Planned:
         whole, splits = splits.eval, dataclasses.replace(splits, eval=config.debug.evaluated(splits.eval, batch.effective))
         if len(splits.eval) < len(whole):
             notes.append(f"debug={config.debug.name}: the evaluation is of {len(splits.eval):,} of {len(whole):,} samples")
-    notes += [*plan_notes.notes(config, model, plan, ranks, device), *ahead.notes]
-    view = {"data": plan_notes.data(splits), **plan_notes.view(config, plan, total, counted, device), **ahead.view}
+    notes += [*plan_notes.notes(config, model, plan, ranks, device, threads, sharing.lanes), *ahead.notes]
+    view = {
+        "data": plan_notes.data(splits),
+        **plan_notes.view(config, plan, total, counted, device, sharing.lanes),
+        **ahead.view,
+    }
     return Planned(config, resume, device, splits, model, plan, total, sharing, counts, record,
                    {"config": config.plain, "plan": facts, "identity": identity}, view, notes, ahead)  # fmt: skip
 

@@ -13,13 +13,17 @@ from isobatch.runtime import cores, machine
 from isobatch.runtime.distributed import Ranks
 
 
-def set_up(config: Config, ranks: Ranks, device: torch.device) -> int:
-    """Set threads, determinism and matmul precision of this process; returns the number of threads.
+def set_up(config: Config, ranks: Ranks, device: torch.device, begun: int = 1) -> int:
+    """Set threads, determinism and matmul precision of this process; returns the number of threads of a kernel.
 
     Every setting is made explicitly, also the default ones, so that a sweep's jobs cannot see each other's.
+
+    Args:
+        begun: threads of a kernel in the run that goes on (1: there is none), for reduction=exact.
     """
-    # on a CPU, convolution and LayerNorm gradients depend on the number of threads: exact needs the same everywhere
-    threads = config.threads or (1 if config.reduction.exact else _share_of_cores(ranks))
+    # on a CPU, convolution and LayerNorm gradients depend on the number of threads: exact has the same everywhere, and
+    # other cores are for other shards (train/lanes.py)
+    threads = begun if config.reduction.exact else config.threads or share_of_cores(ranks)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
@@ -39,8 +43,16 @@ def set_up(config: Config, ranks: Ranks, device: torch.device) -> int:
     return threads
 
 
-def _share_of_cores(ranks: Ranks) -> int:
+def share_of_cores(ranks: Ranks) -> int:
+    """Cores for this rank, of those that the process may use."""
     return max(1, cores.usable() // ranks.local_world_size)
+
+
+def lanes(config: Config, ranks: Ranks, device: torch.device, at_once: int) -> int:
+    """Of `at_once` shards of an exact sum, those that this rank's cores can run at the same time."""
+    if not config.reduction.exact or device.type != "cpu":
+        return 1
+    return min(at_once, config.threads or share_of_cores(ranks))
 
 
 def wants_channels_last(config: Config, device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+# held by whoever has the default generator of the CPU in a state of his own while other threads may draw
+DRAWING = threading.RLock()
 
 
 def seed_of(purpose: str, *key: int) -> int:

@@ -66,7 +66,7 @@ def from_default(kwargs: dict[str, Any]) -> bool:
 
 def drop(streams: Streams, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dropout of any kind: zeros and factors are drawn for each shard, the product is taken of all at once."""
-    x, p, training, inplace = _of_dropout(*args, **kwargs)
+    x, p, training, inplace = of_dropout(*args, **kwargs)
     if not training or p in (0, 1) or not x.numel():  # draws nothing
         return func(*args, **kwargs)
     dim = sample_dimension(streams, x.shape, func)
@@ -81,7 +81,7 @@ def drop(streams: Streams, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return x.mul_(mask) if inplace or func.__name__.endswith("_") else x * mask
 
 
-def _of_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
+def of_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
                 train: bool | None = None) -> tuple[Tensor, float, bool, bool]:  # fmt: skip
     return input, p, training if train is None else train, inplace
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from isobatch.runtime.accelerator import generator as default_generator
+from isobatch.runtime.randomness import DRAWING
 from isobatch.shards.layout import Layout
 
 T = TypeVar("T")
 States = dict[torch.device, tuple[torch.Tensor, ...]]
-
-# the forwards of several devices run in threads and may all draw from the one default generator of the CPU
-_ONE_AT_A_TIME = threading.RLock()
 
 
 class NotApart(RuntimeError):
@@ -66,7 +63,7 @@ class Streams:
         Raises:
             NotApart: something was drawn past this object.
         """
-        with _ONE_AT_A_TIME:
+        with DRAWING:  # the forwards of several devices run in threads and may all draw from the one of the CPU
             if not self.is_untouched():
                 raise NotApart("draws random numbers in a way that is not seen (a C++ extension, say)")
             label = self.labelled.initial_seed()

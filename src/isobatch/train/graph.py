@@ -64,7 +64,7 @@ def obstacle(config: Config, device: torch.device) -> tuple[str, str] | None:
 
 
 def chosen(config: Config, working: WorkingCopy, optimizer: torch.optim.Optimizer, ranks: Ranks,
-           device: torch.device) -> tuple[WorkingCopy, Any, Callable[..., Tensor]]:  # fmt: skip
+           device: torch.device) -> tuple[WorkingCopy, Any, Callable[..., Tensor | None]]:  # fmt: skip
     """(working copy, strategy, micro step) of a training: as they are, or what `cuda_graph=true` puts in their place."""
     if not config.cuda_graph or device.type != "cuda":  # an evaluation of such a run on another machine
         return working, config.parallel, micro_step

@@ -67,7 +67,7 @@ class Parts:
     device: torch.device
     clip: Clipping
     apart: Callable[[int, MicroBatch], AbstractContextManager[None]] = lambda step, micro: nullcontext()
-    micro_step: Callable[..., Tensor] = micro_step
+    micro_step: Callable[..., Tensor | None] = micro_step
     weigh: Callable[[Any, float, int], Tensor] = mean
     skip_nonfinite: bool = False
 

@@ -1,0 +1,200 @@
+"""Several shards of one process at the same time, under `reduction=exact` on a CPU: a thread of one core for each lane.
+
+Equal bits need every kernel to see the shapes that it sees when a shard is alone, so a shard keeps its own forward and
+backward, and its kernels keep to one thread; what runs at once are shards. They are handed to the reducer in their order, by
+the thread that trains, so that nothing depends on which one was ready first.
+
+Before the first window every lane runs the first shard, all at once, and has to give the bits that it gives alone (see
+audit/repeat.py). A model that lanes cannot have for themselves runs one shard at a time, and a line says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as modules
+from torch.utils._pytree import tree_map_only
+
+from isobatch.errors import JobFailed
+from isobatch.runtime.randomness import DRAWING, isolated_generators
+from isobatch.shards.own import told_apart
+from isobatch.train.lane import Lane, Shard, cast_twice
+from isobatch.train.step import micro_step
+from isobatch.train.unseen import WAY_OUT, Attributes, Buffers, Generators, GivenInputs, Shared
+
+if TYPE_CHECKING:
+    from isobatch.data.feed import MicroBatch
+    from isobatch.train.state import TrainState
+    from isobatch.train.step import Parts
+
+log = logging.getLogger("isobatch")
+
+
+class LaneSteps:
+    """Stands in for `micro_step`: returns as soon as a lane has the shard; at a window's last one, when the reducer has all.
+
+    Args:
+        count: of lanes, at least two. seed: of the run. reducer: of the training; a micro step with any other one (an audit's,
+            say) is run here and now.
+        host: whether a forward may draw from Python's or NumPy's generator.
+    """
+
+    def __init__(self, count: int, seed: int, reducer: Any, host: bool):
+        self.count, self.seed, self.reducer, self.host = count, seed, reducer, host
+        self.lanes: list[Lane] | None = []  # None: this model cannot have any
+        self.free: SimpleQueue[Lane] = SimpleQueue()
+        self.under_way: deque[tuple[MicroBatch, Future[Shard]]] = deque()
+        self.threads: ThreadPoolExecutor | None = None
+        self.window = ExitStack()
+
+    def __call__(self, state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> Tensor | None:
+        if parts.reducer is not self.reducer or self.lanes is None:
+            return micro_step(state, parts, step, micro)
+        if micro.is_first:
+            self._begin(state, parts)
+        self.under_way.append((micro, self._threads().submit(self._run, state, parts, step, micro)))
+        while self.under_way and (micro.is_last or len(self.under_way) > self.count):
+            self._land(parts)
+        if micro.is_last:
+            self._end(step)
+        return None
+
+    # -- a window --------------------------------------------------------------------------------------------------------
+    def _begin(self, state: TrainState, parts: Parts) -> None:
+        for lane in self._built(parts):
+            lane.refresh(parts)
+        parts.working.zero_grad(state.optimizer)
+        self.shared = Generators(self.host), self._buffers(parts)
+        self.window.enter_context(told_apart())
+
+    def _end(self, step: int) -> None:
+        """
+        Raises:
+            JobFailed: something that lanes share has changed: the window's shards may have disturbed each other.
+        """
+        self.window.close()
+        if problem := next(filter(None, (shared.changed() for shared in self.shared)), None):
+            raise JobFailed(f"step {step + 1}: {self.count} shards run at once, and the model {problem}; go on from the last "
+                            f"checkpoint and {WAY_OUT}")  # fmt: skip
+
+    def _buffers(self, parts: Parts) -> Buffers:
+        return Buffers(parts.working.module, *(lane.module for lane in self.lanes or ()))
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self.threads is None:
+            self.threads = ThreadPoolExecutor(self.count, "lane", lambda: torch.set_num_threads(1))
+        return self.threads
+
+    def _run(self, state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> Shard:
+        lane = self.free.get()
+        try:
+            return lane.run(state, parts, step, micro)
+        finally:
+            self.free.put(lane)
+
+    def _land(self, parts: Parts) -> None:
+        """Hand the oldest shard to the reducer, as if it had just been run."""
+        micro, future = self.under_way.popleft()
+        shard = future.result()
+        with parts.reducer.shard(micro):
+            if shard.statistics is not None:
+                parts.reducer.add_buffers(micro, shard.statistics)
+            parts.reducer.record(micro, shard.loss)
+            for parameter, gradient in zip(self.weights, shard.gradients, strict=True):
+                parameter.grad = gradient
+
+    def close(self) -> None:
+        """The end of the threads, also in the middle of a window. Can be called twice."""
+        self.under_way.clear()
+        if self.threads is not None:
+            self.threads.shutdown(cancel_futures=True)
+            self.threads = None
+        self.window.close()
+
+    # -- before the first one ------------------------------------------------------------------------------------------
+    def _built(self, parts: Parts) -> list[Lane]:
+        if not self.lanes:
+            self.weights = list(parts.working.module.parameters())
+            self.lanes = [Lane(parts, self.seed) for _ in range(self.count)]
+            for lane in self.lanes:
+                self.free.put(lane)
+        return self.lanes
+
+    def tried(self, state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> tuple[list[Tried], str | None]:
+        """The first shard in every lane, all at once: what each gives, and why this model cannot have lanes (None: nothing
+        that can be seen here). The caller keeps and puts back what a forward changes."""
+        if self.lanes is None:
+            return [], None
+        if any(table for name, table in vars(modules).items() if name.startswith("_global_") and isinstance(table, dict)):
+            return [], "has hooks that are called for every module"
+        parts.statistics.begin()
+        try:
+            lanes = self._built(parts)
+            for lane in lanes:
+                lane.refresh(parts)
+            if (name := cast_twice(lanes[0], parts, _copied(micro))) is not None:
+                return [], f"uses {name} twice in a forward, under autocast"
+            return self._all_at_once(lanes, state, parts, step, micro)
+        except Exception as error:  # of every kind: it is a model's own copy that fails
+            return [], f"cannot be copied ({type(error).__name__}: {' '.join(str(error).split())[:100]})"
+        finally:
+            parts.statistics.rollback()
+
+    def _all_at_once(self, lanes: list[Lane], state: TrainState, parts: Parts, step: int,
+                     micro: MicroBatch) -> tuple[list[Tried], str | None]:  # fmt: skip
+        own = [Attributes(lane.module, lane.criterion) for lane in lanes]
+        copies = [_copied(micro) for _ in lanes]
+        inputs = GivenInputs([(copy.inputs, copy.targets) for copy in copies])
+        watched: Sequence[Shared] = [Generators(True), self._buffers(parts), inputs, *own]
+        with told_apart():
+            futures = [self._threads().submit(lane.run, state, parts, step, copy)
+                       for lane, copy in zip(lanes, copies, strict=True)]  # fmt: skip
+            failed = next(filter(None, [future.exception() for future in futures]), None)  # waits for all
+        if failed is not None:
+            return [], f"fails in a thread ({type(failed).__name__}: {' '.join(str(failed).split())[:100]})"
+        problem = next(filter(None, (one.changed() for one in watched)), None)
+        return [Tried(lane, future.result()) for lane, future in zip(lanes, futures, strict=True)], problem
+
+    def give_up(self, problem: str) -> None:
+        """From now on one shard at a time."""
+        self.close()
+        self.lanes = None
+        log.warning("one shard at a time, not %d: the model %s", self.count, problem)
+
+
+def _copied(micro: MicroBatch) -> MicroBatch:
+    inputs, targets = tree_map_only(Tensor, Tensor.clone, (micro.inputs, micro.targets))
+    return replace(micro, inputs=inputs, targets=targets)
+
+
+class Tried:
+    """What a lane made of a shard, by name, as audit/diagnosis.py compares it."""
+
+    diary = None
+
+    def __init__(self, lane: Lane, shard: Shard):
+        self.working, self.loss = lane.module, shard.loss
+        named = zip(lane.module.named_parameters(), shard.gradients, strict=True)
+        self.gradients = {name: g.to_dense() if g.layout != torch.strided else g for (name, _), g in named if g is not None}
+        self.buffers = {name: buffer.detach() for name, buffer in lane.module.named_buffers()}
+
+
+def undisturbed(prepare: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """`prepare` of a Feed beside lanes: what it draws is drawn in peace, and the default generators stay as they were."""
+    if prepare is None:
+        return None
+
+    def prepared(*given: Any) -> Any:
+        with DRAWING, isolated_generators():
+            return prepare(*given)
+
+    return prepared
