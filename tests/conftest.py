@@ -86,7 +86,11 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Machine]:
         yield machine
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "trains" in config.option.markexpr:
+        import trainings
+
+        trainings.mark(items)
     for item in items:
         if "gpu" in getattr(item, "fixturenames", ()) and item.get_closest_marker("gpu_pretended") is None:
             item.add_marker("gpu_pretended")
