@@ -24,7 +24,15 @@ from isobatch.scheduler import Schedule
 
 RECIPES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
 SWEEPS = {"batch_size", "equivalence", "memory", "second_article", "speed", "strategies"}  # what they compare is the sweep
-LIKE_OTHERS = {"rsb_a1", "rsb_a2", "rsb_b", "rsb_c", "rsb_d"}  # made of parts that the rest is made of
+LIKE_OTHERS = {
+    "rsb_a1",
+    "rsb_a2",
+    "rsb_b",
+    "rsb_c",
+    "rsb_d",
+    "focal",
+    "class_weighted",
+}  # made of parts that the rest is made of
 WEIGHED = [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in RECIPES]
 EXAMPLES = conf_folder().parent / "examples"
 IMAGENET = 1_281_167
@@ -36,7 +44,8 @@ SMALL = {
     "article_pitfall": ("", ("steps=null", "epochs=1", "batch.effective=12", "batch.micro=4")),
     "digits": ("", ()),
     "regression": ("", ("model.width=8",)),
-    "segmentation": ("pictures", ("data.image_size=32", "model.kwargs.decoder_channels=[8,4]", "model.kwargs.encoder_depth=2")),
+    **{name: ("pictures", ("data.image_size=32", "model.kwargs.decoder_channels=[8,4]", "model.kwargs.encoder_depth=2"))
+       for name in ("segmentation", "class_weighted", "focal")},
     "several_labels": ("pictures", ("model.kwargs.channels=[8,8,8,8]",)),
     "cifar10_resnet18": ("data=synthetic", ("data.samples=12", "data.eval_samples=6", "data.image_size=8",
                                            "+model.kwargs.channels=[8,8,8,8]")),
