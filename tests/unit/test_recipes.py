@@ -44,8 +44,8 @@ SMALL = {
     "article_pitfall": ("", ("steps=null", "epochs=1", "batch.effective=12", "batch.micro=4")),
     "digits": ("", ()),
     "regression": ("", ("model.width=8",)),
-    **{name: ("pictures", ("data.image_size=32", "model.kwargs.decoder_channels=[8,4]", "model.kwargs.encoder_depth=2"))
-       for name in ("segmentation", "class_weighted", "focal")},
+    **dict.fromkeys(("segmentation", "class_weighted", "focal"),
+                    ("pictures", ("data.image_size=32", "model.kwargs.decoder_channels=[8,4]", "model.kwargs.encoder_depth=2"))),
     "several_labels": ("pictures", ("model.kwargs.channels=[8,8,8,8]",)),
     "cifar10_resnet18": ("data=synthetic", ("data.samples=12", "data.eval_samples=6", "data.image_size=8",
                                            "+model.kwargs.channels=[8,8,8,8]")),

@@ -21,7 +21,7 @@ from isobatch.evaluate.evaluator import Evaluator
 from isobatch.logger import Logger
 from isobatch.profile.profiler import Profiler
 from isobatch.run_folder.files import RunFiles
-from isobatch.runtime import accelerator
+from isobatch.runtime import accelerator, machine_load
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.dtensor import whole
 from isobatch.stop import TIME_UP, Ending, Stopping
@@ -232,9 +232,10 @@ class Loop:
         better = options.better(state.best, result)
         state.better = better or state.better
         improved = options.improved(state.best, result, state.step)
-        memory = self.ranks.gather_objects(accelerator.peak_memory_mb(self.parts.device)) or []
+        told = self.ranks.gather_objects((accelerator.peak_memory_mb(self.parts.device), machine_load.here(self.ranks))) or []
         logged = {**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},
-                  **{f"memory/rank{rank}_mb": peak for rank, peak in enumerate(memory)}}  # fmt: skip
+                  **{f"memory/rank{rank}_mb": peak for rank, (peak, _) in enumerate(told)},
+                  **machine_load.rows([load for _, load in told])}  # fmt: skip
         if self.log_weights:
             flat = torch.cat([whole(p).detach().reshape(-1) for p in state.parameters])
             row["weights"] = [round(w, 6) for w in flat[: self.log_weights].tolist()]
