@@ -38,14 +38,14 @@ EXAMPLES = conf_folder().parent / "examples"
 IMAGENET = 1_281_167
 FEW = ("logger=none", "threads=1", "epochs=null", "steps=3", "log_every=1", "eval_every=3", "batch.effective=6",
        "batch.micro=3", "batch.shard=null")  # fmt: skip
+SMALL_UNET = ("data.image_size=32", "model.kwargs.decoder_channels=[8,4]", "model.kwargs.encoder_depth=2")
 # recipe -> what makes it small: (data, other settings)
 SMALL = {
     "article": ("", ("steps=null", "epochs=1", "batch.effective=8", "batch.micro=4")),
     "article_pitfall": ("", ("steps=null", "epochs=1", "batch.effective=12", "batch.micro=4")),
     "digits": ("", ()),
     "regression": ("", ("model.width=8",)),
-    **dict.fromkeys(("segmentation", "class_weighted", "focal"),
-                    ("pictures", ("data.image_size=32", "model.kwargs.decoder_channels=[8,4]", "model.kwargs.encoder_depth=2"))),
+    **dict.fromkeys(("segmentation", "class_weighted", "focal"), ("pictures", SMALL_UNET)),
     "several_labels": ("pictures", ("model.kwargs.channels=[8,8,8,8]",)),
     "cifar10_resnet18": ("data=synthetic", ("data.samples=12", "data.eval_samples=6", "data.image_size=8",
                                            "+model.kwargs.channels=[8,8,8,8]")),
