@@ -145,3 +145,40 @@ def test_the_example_trains_with_its_own_model_data_and_loss(tmp_path: Path, mon
              "optimizer.lr=0.01", "data.num_workers=0", "threads=1"]  # fmt: skip
     run.run_job(plain(*words), tmp_path, Ranks())
     assert summary(tmp_path)["final"]["eval/accuracy"] > 0.9
+
+
+class Rows:
+    """30 rows, whose first number says which one it is; every third is of class 1."""
+
+    classes = ("most", "few")
+
+    def __init__(self, split: str, labelled: bool = True):
+        assert split == "train", "the split of its own is not asked for"
+        self.rows = torch.arange(60.0).view(30, 2)
+        if labelled:
+            self.targets = (torch.arange(30) % 3 == 0).long()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.rows[index], int(index % 3 == 0)
+
+    def describe(self, index: int) -> str:
+        return f"row {index}"
+
+
+def test_samples_of_ones_own_are_held_out() -> None:
+    isobatch.register("data", "own_rows", Rows)
+    seen: list[float] = []
+    for fold in range(5):
+        splits = options("data", {"name": "own_rows", "fold": fold, "folds": 5}).load(None, 0)
+        assert splits.info.num_classes == 2 and splits.info.class_names == ("most", "few")
+        assert splits.eval.targets().bincount().tolist() == [4, 2] and splits.train.targets().bincount().tolist() == [16, 8]
+        for split in (splits.train, splits.eval):
+            assert [split.dataset[i][1] for i in range(len(split))] == split.targets().tolist()
+        assert splits.eval.describe(0) == f"sample 0 (row {int(splits.eval.dataset[0][0][0]) // 2})"
+        seen += [float(splits.eval.dataset[i][0][0]) for i in range(6)]
+    assert sorted(seen) == [2.0 * i for i in range(30)]
+    loose = options("data", {"name": "own_rows", "holdout": 0.2, "kwargs": {"labelled": False}}).load(None, 0)
+    assert (len(loose.train), len(loose.eval)) == (24, 6)

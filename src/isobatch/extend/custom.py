@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.checks import LARGEST, choice, within
 from isobatch.data.base import DataInfo, Reading, Split, Splits
+from isobatch.data.held_out import HeldOut
 from isobatch.errors import ConfigError
+from isobatch.extend.datasets import Augmented, SomeOfOwn, labels_of, one_class_each
 from isobatch.loss import Loss
 from isobatch.model import Model
 from isobatch.sampler import TAILS
@@ -105,7 +107,7 @@ class CustomSampler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomData(Reading):
+class CustomData(HeldOut, Reading):
     """`f(split, **kwargs)` -> map-style dataset of (input, target); split is "train" or "eval".
 
     Inputs are tensors, arrays or PIL images; images in uint8 are normalised on the device. It may have `classes` (names) or
@@ -116,6 +118,8 @@ class CustomData(Reading):
         mean, std: per channel, of pixels in 0 .. 1; null = uint8 images are only scaled to 0 .. 1.
         collate: registered as isobatch.register("collate", name, f): a list of (input, target) -> (inputs, targets) of a
             batch, for samples of no common size; null = leaf by leaf, one dimension more.
+        holdout, fold, ...: see HeldOut; of f("train"), as it gives them, in the proportion of its `targets`; f("eval") is not
+            asked for then.
         in_chans: what PIL images of any mode become: 3 (RGB) or 1 (grey); null = what the first one is.
     """
 
@@ -146,13 +150,13 @@ class CustomData(Reading):
 
         with isolated_generators():  # a dataset that is drawn at random is the same on every rank
             seed_everything(seed_of("data", seed, 0))
-            train = called("data", self, "train")
-            seed_everything(seed_of("data", seed, 1))
-            evaluation = called("data", self, "eval")
-        for which, dataset in (("train", train), ("eval", evaluation)):
-            if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
-                problem = "is empty" if hasattr(dataset, "__len__") else "has no len() or [i]"
-                raise ConfigError("data.name", self.name, f"its {which} split {problem}", "return a map-style dataset")
+            train = self._usable("train")
+            if self.holds_out:
+                rest, held = self.parted(one_class_each(train))
+                train, evaluation = SomeOfOwn(train, rest), SomeOfOwn(train, held)
+            else:
+                seed_everything(seed_of("data", seed, 1))
+                evaluation = self._usable("eval")
         names = [list(map(str, getattr(dataset, "classes", None) or ())) for dataset in (train, evaluation)]
         if names[1] and names[0] != names[1]:
             raise ConfigError("data.name", self.name, f"its eval split has the classes {_few(names[1])}, and its train split "
@@ -164,6 +168,13 @@ class CustomData(Reading):
             train.channels = info.in_chans
         return Splits(Split(train, targets=labels_of(train), info=info, collate=self.own_collate),
                       Split(evaluation, targets=labels_of(evaluation), info=info, collate=self.own_collate), info)  # fmt: skip
+
+    def _usable(self, which: str) -> Any:
+        dataset = called("data", self, which)
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+            problem = "is empty" if hasattr(dataset, "__len__") else "has no len() or [i]"
+            raise ConfigError("data.name", self.name, f"its {which} split {problem}", "return a map-style dataset")
+        return dataset
 
     @property
     def own_collate(self) -> Callable[..., Any] | None:
@@ -189,9 +200,7 @@ class CustomData(Reading):
 
         with isolated_generators():
             seed_everything(seed_of("data", seed, 2))
-            dataset = called("data", self, "predict")
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
-            raise ConfigError("data.name", self.name, "its predict split is empty or has no [i]", "return a map-style dataset")
+            dataset = self._usable("predict")
         return Split(dataset, info=DataInfo(self.name, (self.in_chans or 3, 1, 1)), collate=self.own_collate)
 
     def _info(self, dataset: Any) -> DataInfo:
@@ -233,40 +242,6 @@ class CustomData(Reading):
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "") or "none"
-
-
-class Augmented:
-    """A user's dataset of images with `augment` applied to its inputs."""
-
-    def __init__(self, dataset: Any, transform: Any, channels: int | None = None):
-        self.dataset, self.transform, self.channels = dataset, transform, channels
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:  # classes, targets, describe
-        if name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        from isobatch.pixels import as_pixels
-
-        image, target = self.dataset[index]
-        return self.transform(as_pixels(image, self.channels)), target
-
-
-def labels_of(dataset: Any) -> Callable[[], Tensor] | None:
-    """All class labels from `dataset.targets`, when there are such."""
-    if not hasattr(dataset, "targets"):
-        return None
-
-    def labels() -> Tensor:
-        import torch
-
-        return torch.as_tensor(dataset.targets)
-
-    return labels
 
 
 @dataclass(frozen=True)
