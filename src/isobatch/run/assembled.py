@@ -40,7 +40,7 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
              console: Console) -> Loop:  # fmt: skip
     """The loop of a run that trains (`trains`) or looks at what was trained.
 
-    1. the model on its device, in the precision's working copy, and its average;
+    1. the model on its device, in the precision's working copy, and its EMA;
     2. the rehearsal, while the weights are whole: where they are spread, a forward is a collective;
     3. the weights spread over ranks, then the optimizer, which has to hold the parts;
     4. compilation, recording and the reducer, which wraps what runs then;
@@ -57,14 +57,14 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
     channels_last = hardware.wants_channels_last(config, device)
     model = model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)  # type: ignore[call-overload]
     working = config.parallel.working_copy(config.precision, model, ranks.world_size)  # may change its dtype
-    average = config.ema.build(model)
+    ema = config.ema.build(model)
     prepare = config.loss.prepare(
         config.augment.batch_transform(splits.info, config.seed),
         lambda chosen: teacher.build(chosen, splits.info, device, channels_last), config.precision, device, config.seed,
     )  # fmt: skip
     given, seen, metrics = rehearse(config, working.module, splits, device, channels_last, prepare, trains,
-                                    STOP.asked, give_up(run_dir, ranks.rank), kept_wider(average, model))  # fmt: skip
-    config.parallel.partition(model, average and average.module, config.precision, ranks, device,
+                                    STOP.asked, give_up(run_dir, ranks.rank), kept_wider(ema, model))  # fmt: skip
+    config.parallel.partition(model, ema and ema.module, config.precision, ranks, device,
                           lambda: example(splits.train, config.seed, device, channels_last, prepare))  # fmt: skip
     optimizer = config.optimizer.build(model, plan.batch.effective)
     statistics = batch_norm.ShardStatistics(working.module)
@@ -76,9 +76,9 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
     reducer = config.reduction.build(working, strategy, plan, ranks, device)
     reducer = elements.in_front_of(reducer, given, SAMPLES, plan.batch, ranks, device)
     reducer = sharpness.around(config.optimizer, reducer, working, [p for p in model.parameters() if p.requires_grad])
-    rules = governed(config, model, optimizer, total, plan, metrics, average is not None, run_dir, ranks)
+    rules = governed(config, model, optimizer, total, plan, metrics, ema is not None, run_dir, ranks)
     checkpointer = config.checkpoint.build(run_dir, ranks, planned.about)
-    state = TrainState(model, optimizer, config.precision.scaler(device), average, reducer,
+    state = TrainState(model, optimizer, config.precision.scaler(device), ema, reducer,
                        followers={**rules.followers, "leaders": checkpointer.leaders})  # fmt: skip
     resume.restore(state)
     if resume.saved is not None:
