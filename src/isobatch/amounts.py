@@ -35,6 +35,20 @@ def amount(key: str, value: Any) -> int | float | str:
     return value
 
 
+def read(options: Any, group: str, lists: tuple[str, ...] = ()) -> None:
+    """Each length that frozen `options` name in `amounts` as `amount` gives it, for their `__post_init__`; null stays.
+
+    Args:
+        lists: those that are lists of lengths.
+    """
+    for key in options.amounts:
+        value = getattr(options, key)
+        if key in lists:
+            object.__setattr__(options, key, [amount(f"{group}.{key}", point) for point in value])
+        elif value is not None:
+            object.__setattr__(options, key, amount(f"{group}.{key}", value))
+
+
 def updates(value: int | float | str, total: int, per_epoch: int = 0) -> int:
     """`value`, as `amount` gives it, in updates of a run of `total`.
 

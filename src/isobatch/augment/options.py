@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from isobatch.amounts import amount
+from isobatch import amounts
 from isobatch.checks import choice, within
 from isobatch.errors import ConfigError
 
@@ -90,8 +90,7 @@ class Simple(NoAugment):
         choice("augment.mix_mode", self.mix_mode, ("batch", "elem"))
         choice("augment.erase_mode", self.erase_mode, ERASURES)
         within("augment.erase_count", self.erase_count, 1, 100)
-        if self.mix_until is not None:
-            object.__setattr__(self, "mix_until", amount("augment.mix_until", self.mix_until))
+        amounts.read(self, "augment")
         for key, without, of in (
             ("jitter_prob", 1.0, "color_jitter"),
             ("erase_mode", "pixel", "erase"),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isobatch.compare.rows import Parting, RowComparison, compare_rows, same
+from isobatch.compare.rows import RowComparison, compare_rows, same
 from isobatch.config import flat
 from isobatch.report.distance import WEIGHTS_FILE
 from isobatch.report.read import _mapping as read_mapping
@@ -47,10 +47,6 @@ class Comparison:
     rows: RowComparison
     weights: bool | None
     tensors: dict[str, float]
-
-    @property
-    def parting(self) -> Parting | None:
-        return self.rows.first
 
     @property
     def same(self) -> bool:

@@ -31,7 +31,6 @@ class PlainConsole(Console):
         self.epochs = -((ahead - total_steps) // steps_per_epoch)
         self._pace = Remaining(total_steps)
         self._said = 0.0
-        self._last_said = True
 
     def message(self, *lines: str) -> None:
         for line in lines:

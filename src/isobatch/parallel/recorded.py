@@ -33,9 +33,6 @@ class AllAtOnce:
         self.dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
         self.divisor: float = getattr(options, "gradient_predivide", None) or 1.0
 
-    def wraps_late(self, ranks: Ranks) -> bool:
-        return False
-
     def wrap(self, model: nn.Module, ranks: Ranks, device: torch.device, first: Tensor | None = None) -> nn.Module:
         return model
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from isobatch.amounts import amount
+from isobatch import amounts
 from isobatch.checks import choice, within
 from isobatch.errors import ConfigError
 
@@ -47,12 +47,7 @@ class TimmScheduler:
 
     def __post_init__(self) -> None:
         choice("scheduler.sched", self.sched, ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant"))
-        for key in self.amounts:
-            value = getattr(self, key)
-            if key == "at":
-                object.__setattr__(self, key, [amount(f"scheduler.{key}", point) for point in value])
-            elif value is not None:
-                object.__setattr__(self, key, amount(f"scheduler.{key}", value))
+        amounts.read(self, "scheduler", ("at",))
         within("scheduler.warmup_start", self.warmup_start, 0, 1)
         within("scheduler.final", self.final, 0, 1)
         for key in self.kwargs:

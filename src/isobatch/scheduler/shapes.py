@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from isobatch.amounts import amount, updates
+from isobatch import amounts
+from isobatch.amounts import updates
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 
@@ -34,12 +35,7 @@ class Shape:
     per_epoch: bool = False
 
     def __post_init__(self) -> None:
-        for key in self.amounts:
-            value = getattr(self, key)
-            if key == "at":
-                object.__setattr__(self, key, [amount(f"scheduler.{key}", point) for point in value])
-            elif value is not None:
-                object.__setattr__(self, key, amount(f"scheduler.{key}", value))
+        amounts.read(self, "scheduler", ("at",))
         choice("scheduler.warmup_shape", self.warmup_shape, ("linear", "constant"))
         if self.warmup_start is not None:
             within("scheduler.warmup_start", self.warmup_start, 0, 1)
