@@ -51,7 +51,7 @@ def run_job(plain: dict[str, Any], run_dir: Path, ranks: Ranks) -> float | None:
             (run_dir / "saved").touch()
             summary["state"] = "stopped"
             raise Stopped(ranks.agree(STOP.requested))
-        ranks.barrier()
+        ranks.agree(0)
         summary |= {"state": "completed", "steps": plain["accumulation"]["steps"]}
         mine = [str(run_dir), hashlib.sha256(json.dumps(plain).encode()).hexdigest()]
         summary["told"] = ranks.gather_objects(mine)  # where each rank works, and on what

@@ -20,7 +20,7 @@ from isobatch.given import taken_apart
 from isobatch.metrics.auto import TOP, Classes
 from isobatch.metrics.base import Metric, kind
 from isobatch.precision.forward import forward
-from isobatch.runtime import accelerator
+from isobatch.runtime import accelerator, modes
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.trees import mapped
 
@@ -89,15 +89,11 @@ class Evaluator:
         The model is the unwrapped one, so no rank waits for another before the one reduction at the end; its training
         mode is put back module by module.
         """
-        modes = [(m, m.training) for m in model.modules()]
-        model.eval()
         for metric in self.metrics:
             metric.begin()
-        try:
+        with modes.kept(model):
+            model.eval()
             slots = self._slots(model, step)
-        finally:
-            for module, training in modes:
-                module.training = training
         total = self.ranks.all_reduce(slots).cpu().double().sum(0).tolist()
         samples = int(total[1])
         units = total[2] if self.averages else -(-samples // (self.unit or self.batch_size))
@@ -113,17 +109,13 @@ class Evaluator:
     def first(self, model: nn.Module, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """(inputs, class probabilities, targets) of the first `count` samples, on the CPU; all ranks alike. None where a
         sample is not one tensor with one label."""
-        modes = [(m, m.training) for m in model.modules()]
-        model.eval()
-        try:
+        with modes.kept(model):
+            model.eval()
             request = Request(0, torch.arange(min(count, len(self.split))))
             ((inputs, targets),) = self.source.batches(iter([request]))  # to its end: the source is used again
             self.seed(0, 0)
             output = self._output(model, inputs)
             self.after(model, 0)
-        finally:
-            for module, training in modes:
-                module.training = training
         if not isinstance(inputs, Tensor) or kind(output, targets, self.num_classes) != "classes":
             return None
         return inputs.float().cpu(), output.softmax(1).cpu(), targets.cpu()

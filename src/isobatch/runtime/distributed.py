@@ -78,10 +78,6 @@ class Ranks:
         dist.gather_object(obj, box, dst=0)
         return box
 
-    def barrier(self) -> None:
-        """Return when all ranks have come here."""
-        self.agree(0)
-
 
 @functools.cache
 def ranks_of_this_process() -> Ranks:

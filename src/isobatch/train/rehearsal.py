@@ -30,6 +30,7 @@ from isobatch.metrics.base import Metric
 from isobatch.parallel.unused import unnoticed
 from isobatch.planner.trial import is_out_of_memory
 from isobatch.precision.forward import forward
+from isobatch.runtime import modes
 from isobatch.runtime.randomness import isolated_generators
 from isobatch.runtime.trees import first
 from isobatch.runtime.waiting import TooLong, limited
@@ -87,22 +88,19 @@ class Rehearsal:
 
     def _both(self, prepare: Callable[..., Any] | None, trains: bool) -> list[str]:
         criterion, evaluation = self.loss.build(), self.loss.evaluation()
-        started, modes = time.monotonic(), [(m, m.training) for m in self.module.modules()]
+        started = time.monotonic()
         if self.splits.info.labels == "several" and not self.loss.several:
             raise ConfigError("loss.name", self.loss.name, "is about one class of a sample, and "
                               f"data={self.splits.info.name} has several labels", "set loss=bce")  # fmt: skip
         for which, split in (("training", self.splits.train), ("evaluation", self.splits.eval)):
             self._labels(which, split, getattr(criterion, "ignore_index", IGNORED))
-        try:
+        with modes.kept(self.module):
             if trains:
                 self._forward("training", self.splits.train, self.precision.autocast, criterion, prepare)
             self.module.eval()
             drew = self._forward("evaluation", self.splits.eval, self.precision.evaluation, evaluation, None)
             if self.average is not None:
                 self._averaged(self.average, evaluation)
-        finally:
-            for module, training in modes:
-                module.training = training
         if (seconds := time.monotonic() - started) > SLOW_S:
             log.info("the two forwards before training took %.0f s", seconds)
         return ["the model draws random numbers in evaluation: they come from (seed, step, batch)"] if drew else []
