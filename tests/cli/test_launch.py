@@ -129,14 +129,6 @@ def test_a_taken_port_that_was_asked_for_is_named(tmp_path: Path) -> None:
                                  "set another port, or let torchrun choose one"]  # fmt: skip
 
 
-def test_a_failure_shows_one_traceback_and_a_refusal_one_line(tmp_path: Path) -> None:
-    failed = run([*COMMAND, "hydra.run.dir=failed"], tmp_path, STANDIN="fail0")
-    assert (failed.code, failed.tracebacks()) == (1, 1)
-    refused = run([*COMMAND, "hydra.run.dir=refused"], tmp_path, STANDIN="refuse")
-    assert refused.code == 2
-    assert refused.err == "isobatch: model.arch=resnet5O: no such model; try resnet50\n"
-
-
 def test_own_ranks_stop_after_a_checkpoint_and_so_does_the_sweep(tmp_path: Path) -> None:
     started = Started([*COMMAND, "-m", *TWO_RANKS, "accumulation=1,2", "hydra.sweep.dir=sweep"], tmp_path,
                       STANDIN="sleep", STANDIN_SAVE_S="1.5")  # fmt: skip
@@ -149,20 +141,6 @@ def test_own_ranks_stop_after_a_checkpoint_and_so_does_the_sweep(tmp_path: Path)
     assert summary(tmp_path / "sweep/0")["state"] == "stopped"
     assert not (tmp_path / "sweep/1").exists()
     assert left_over(tmp_path) == []
-
-
-@pytest.mark.parametrize(("how", "code"), [("ctrl-c", 130), ("sigterm", 143)])
-def test_one_process_stops_after_a_checkpoint(tmp_path: Path, how: str, code: int) -> None:
-    started = Started([*COMMAND, "hydra.run.dir=run"], tmp_path, STANDIN="sleep")
-    started.wait_for(tmp_path / "run/ready0")
-    if how == "ctrl-c":
-        started.press_ctrl_c()
-    else:
-        started.process.terminate()
-    ended = started.ended()
-    assert ended.code == code
-    assert ended.tracebacks() == 0
-    assert summary(tmp_path / "run")["state"] == "stopped"
 
 
 @pytest.mark.parametrize("options", [[], TWO_RANKS], ids=["one process", "own ranks"])

@@ -172,6 +172,8 @@ def main() -> None:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
             to_stderr(leaving.code)
+        if isinstance(leaving, Terminated) and ranks_from_environment().is_main:
+            to_stderr(f"isobatch: {launch.EARLY}")
     finally:
         hydra_patches.STAMP.release()
         launch.finish(code)
@@ -218,5 +220,9 @@ def show_left_out(words: list[str]) -> None:
         to_stderr(f"isobatch: {line}")
 
 
+class Terminated(SystemExit):
+    """A signal at a moment when nobody trains."""
+
+
 def _terminated(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
+    raise Terminated(128 + signum)

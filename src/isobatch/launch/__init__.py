@@ -71,6 +71,8 @@ def settling(run_dir: Path) -> Iterator[RunFolder]:
     except Exception as error:
         outcome = Outcome.of(error)
     folder.settle(outcome)
+    if outcome.line == EARLY:  # of a stop while training its handler has spoken
+        print(f"isobatch: {EARLY}", file=sys.stderr, flush=True)
     outcome.raise_unless_done()
 
 
