@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -272,6 +273,45 @@ def test_what_a_model_keeps_for_itself_is_put_back(tmp_path: Path) -> None:
     assert calls == 2
     assert not differences(unasked["it"][0], asked["it"])
     assert unasked["it"][0].statistics == asked["it"][0].statistics
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.number, self.word = 1, "as it was"
+        for name in ("constant", "counted", "replaced", "removed"):
+            self.register_buffer(name, torch.zeros(2))
+        self.register_buffer("empty", None)
+
+
+def test_every_kind_of_what_a_step_changes_is_put_back() -> None:
+    """Each of these lines is there for one line of `unchanged`."""
+    module, criterion, master = Holder(), Holder(), nn.Parameter(torch.ones(2))
+    own = torch.Generator().manual_seed(3)
+    parts: Any = SimpleNamespace(working=SimpleNamespace(module=module), criterion=criterion)
+    state: Any = SimpleNamespace(parameters=[master])
+    module.weight.grad, kept = torch.full((2,), 5.0), {}
+    for each in (module, criterion):
+        kept[each] = dict(each._buffers)
+    gradient, drawn, seeded = module.weight.grad, generators(), own.get_state()
+    with repeat.unchanged(state, parts, [own]):
+        torch.rand(3, generator=own)
+        _ = torch.rand(3), random.random(), numpy.random.rand()
+        for parameter in (module.weight, module.other, master):
+            parameter.grad = torch.zeros(2)
+        for each in (module, criterion):
+            each.number, each.word = 2, "another"
+            each.counted += 1
+            each.replaced = each.replaced + 1
+            each.removed, each.empty = None, torch.ones(1)
+            each.register_buffer("late", torch.ones(1))
+    assert module.weight.grad is gradient and gradient.tolist() == [5.0, 5.0] and module.other.grad is None is master.grad
+    assert drawn == generators() and torch.equal(seeded, own.get_state())
+    for each in (module, criterion):
+        assert {name: id(b) for name, b in each._buffers.items()} == {name: id(b) for name, b in kept[each].items()}
+        assert all(b is None or b.tolist() == [0.0, 0.0] for b in each._buffers.values()) and each.constant._version == 0
+        assert (each.number, each.word) == (1, "as it was")
 
 
 @pytest.mark.slow
