@@ -115,7 +115,7 @@ ENDINGS = (
         for name, (signum, code) in SIGNALS.items()
         if name in ("Ctrl-C", "SIGTERM")
         for doing, place, state in (
-            ("the command line is read", "isobatch.cli.command:check_words", ""),
+            ("the command line is read", "isobatch.cli.command:without_local_rank", ""),
             ("its folder is made", "isobatch.cli.command:record", "stopped"),
             ("the job is prepared", "isobatch.config:check_inputs", "stopped"),
         )
