@@ -21,7 +21,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf, open_dict, read_write
 
 from isobatch.errors import ConfigError
-from isobatch.hydra_patches import layers, refusals
+from isobatch.hydra_patches import composing, layers, refusals
 from isobatch.hydra_patches.folders import STAMP, Stamp
 from isobatch.hydra_patches.numbers import NUMBERED, NumberPath, NumberSource, value_of_choice
 
@@ -53,8 +53,12 @@ def _is_plugin_or_ours(clazz: str) -> bool:
     return clazz == SEARCH or _is_plugin(clazz)
 
 
-# (class, method) -> what stands in its place
-METHODS: dict[tuple[type, str], Any] = {
+# (class or module, function) -> what stands in its place
+METHODS: dict[tuple[Any, str], Any] = {
+    (Hydra, "get_mode"): composing.get_mode,
+    (composing.FileConfigSource, "load_config"): composing.load_config,
+    (composing.hydra_s, "_create_interpolation_map"): composing.interpolation_map,
+    (composing.omegaconf_s, "get_yaml_loader"): composing.yaml_loader,
     (Override, "value"): value_of_choice,
     (Plugins, "instantiate_launcher"): _launcher_of_sweep,
     (Plugins, "is_in_toplevel_plugins_module"): staticmethod(_is_plugin_or_ours),

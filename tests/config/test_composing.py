@@ -1,0 +1,81 @@
+"""What hydra_patches/composing.py leaves out of a composition is what nobody looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+
+from isobatch import hydra_patches
+from isobatch.config import conf_folder
+from isobatch.hydra_patches import composing
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "conf"
+    (folder / "a").mkdir(parents=True)
+    (folder / "b").mkdir()
+    (folder / "config.yaml").write_text("defaults: [a: one, b: '${a}', _self_]\nown: ${a.x}\n")
+    for group in "ab":
+        for k, name in enumerate(("one", "two")):
+            (folder / group / f"{name}.yaml").write_text(f"# {group}\nx: {k}\nwhere: {group}\n")
+    with hydra_patches.active(), initialize_config_dir(str(folder), version_base="1.3"):
+        yield folder
+
+
+def test_a_file_is_parsed_anew_when_it_has_changed_and_nobody_shares_what_was_parsed(conf: Path) -> None:
+    first = compose("config")
+    first.a.x = 5
+    assert compose("config") == {"a": {"x": 0, "where": "a"}, "b": {"x": 0, "where": "b"}, "own": 0}
+    before = composing.parsed.cache_info().misses
+    compose("config")
+    assert composing.parsed.cache_info().misses == before
+    (conf / "a/one.yaml").write_text("# @package _global_\nx: 7\n")
+    found = compose("config", overrides=["own=1"])
+    assert found.x == 7 and "a" not in found
+    (conf / "a/one.yaml").write_text("x: [1\n")
+    with pytest.raises((Exception, SystemExit), match=r"one\.yaml|flow sequence"):
+        compose("config")
+
+
+def test_defaults_may_name_other_choices(conf: Path) -> None:
+    found = compose("config", overrides=["a=two"])
+    assert (found.a.x, found.b.x, found.own) == (1, 1, 1)
+
+
+def asked(*words: str, name: str = "config", folder: Path | None = None) -> bool:
+    """Whether all is composed to learn of hydra.mode."""
+    loader = ConfigLoaderImpl(create_config_search_path(str(folder or conf_folder())))
+    hydra: Any = SimpleNamespace(config_loader=loader)
+    return composing.may_be_set(hydra, name, list(words))
+
+
+def test_the_mode_is_looked_for_where_somebody_can_have_set_it(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not asked("epochs=3", "hydra.run.dir=runs/x", "optimizer=sgd"), "none of our own files sets it"
+    assert asked("hydra.mode=MULTIRUN") and asked("+hydra.mode=RUN") and asked("hydra.searchpath=[file:///x]")
+    assert asked("experiment=digits") and asked("+plan=x") and asked("plan@_global_=x")
+    assert asked("hydra/launcher=local") and asked(name="other") and asked(folder=conf)
+    monkeypatch.setattr(composing, "conf_folder", lambda: conf)
+    assert not asked(folder=conf)
+    for line in ("hydra: {mode: MULTIRUN}", "hydra:\n  mode: ${oc.env:MODE}", "hydra:\n  'mode' : 'RUN'"):
+        (conf / "a/two.yaml").write_text(f"# @package _global_\n{line}\n")
+        assert asked(folder=conf)
+    (conf / "a/two.yaml").write_text("defaults:\n  - override /experiment: mine\n")
+    assert asked(folder=conf)
+    (conf / "a/two.yaml").write_text("defaults:\n  - experiment: null\n")
+    (conf / "experiment").mkdir()
+    (conf / "experiment/mine.yaml").write_text("# @package _global_\nhydra: {mode: MULTIRUN}\n")
+    assert not asked(folder=conf), "nobody names it"
+
+
+def test_a_loader_of_yaml_is_made_once() -> None:
+    with hydra_patches.active():
+        loaders = {composing.omegaconf_s.get_yaml_loader() for _ in range(2)}
+    assert len(loaders) == 1 and composing.omegaconf_s.get_yaml_loader() not in loaders
