@@ -130,7 +130,9 @@ def test_a_draw_that_begins_late_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "of", "said"), [
-    (("reduction=exact",), "own", "reduction=exact"), (("compile=true",), "own", "compile=true"),
+    (("reduction=exact", "threads=2"), "own", "as threads=2 says"),
+    (("reduction=exact", "compile=true"), "own", "compile=true is for one at a time"),
+    (("compile=true",), "own", "compile=true"),
     (("compile=true",), "quiet", None), ((), "own", None), (("batch.shard=null",), "own", None),
 ])  # fmt: skip
 def test_what_may_share_a_forward(words: tuple[str, ...], of: str, said: str | None, monkeypatch) -> None:
