@@ -7,12 +7,13 @@ import importlib
 import locale
 import math
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,13 +27,47 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(autouse=True)
 def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import numpy
     import torch
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("isobatch.runtime.cores.LEAST_S", math.inf)  # the plan says that a machine is busy: not in tests
+    random.seed(0), numpy.random.seed(0), torch.manual_seed(0)  # no test depends on what was drawn before it
     yield
     torch.set_num_threads(1)  # a training sets what its config says, and the next test may look at a tensor alone
     torch.use_deterministic_algorithms(False)
+
+
+STATE = pytest.StashKey[dict[str, Any]]()
+
+
+def _state() -> dict[str, Any]:
+    """What belongs to the whole process, and no test may leave changed: the next test would find it so, in some order."""
+    import torch
+    from omegaconf import OmegaConf
+
+    stop = sys.modules.get("isobatch.launch.signals")
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return {
+        "sys.modules['__main__']": sys.modules.get("__main__"), "torch's default dtype": torch.get_default_dtype(),
+        "torch's gradients": torch.is_grad_enabled(), "gc": gc.isenabled(),
+        "a requested stop": stop.STOP.requested if stop else 0,
+        "Hydra's patches": OmegaConf.has_resolver("stamp"), **{s.name: signal.getsignal(s) for s in signals},
+    }  # fmt: skip
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    item.stash[STATE] = _state()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item):
+    result, before = (yield), item.stash[STATE]
+    changed = [f"{name}: {before[name]!r} -> {value!r}" for name, value in _state().items() if value != before[name]]
+    assert not changed, f"the test left {'; '.join(changed)}"
+    return result
 
 
 OPTIONAL = ("trackio", "mlflow", "faster_coco_eval")  # packages that `.[test]` leaves out: see pyproject.toml
@@ -58,6 +93,8 @@ def _not_for_want_of_a_package(report):
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the process that hands out the tests runs none
     gc.disable()  # until the tests are collected: a sixth of the imports' time
     import torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +105,22 @@ def test_a_device_that_is_off_now_and_then_is_named_at_the_first_time(tmp_path: 
 
 # -- no trace -----------------------------------------------------------------------------------------------------------
 AUDITED = ("reduction=exact", "audit=replay", "audit.every=1", "steps=3", "eval_every=3")
-JOBS = {
-    "bin64 fp16": job(*BASE, *AUDITED, "reduction.method=bin64", "precision=amp", "precision.dtype=float16",
-                      "precision.loss_scale=2097152"),
-    "half weights": job(*BASE, *AUDITED, "precision=O2", "precision.dtype=bfloat16", "optimizer=adamw", "max_grad_norm=0.5"),
-    "views": job(*BASE, *AUDITED, "loss=jsd", "batch.micro=11", "batch.shard=null"),
-    "taught": job(*BASE, *AUDITED, "loss=distill", "loss.teacher.arch=test_resnet"),
-    "mixed": job(*BASE, *AUDITED, "augment=mixup"),
-    "sharpness": job(*BASE, *AUDITED, "optimizer.sam=0.05", "reduction.method=bin64"),
-    "by elements": job(*BASE, *AUDITED, "loss.ignore_index=3"),
-    "pure half": job(*BASE, *AUDITED, "precision=bf16_pure"),
+WORDS = {
+    "bin64 fp16": ("reduction.method=bin64", "precision=amp", "precision.dtype=float16", "precision.loss_scale=2097152"),
+    "half weights": ("precision=O2", "precision.dtype=bfloat16", "optimizer=adamw", "max_grad_norm=0.5"),
+    "views": ("loss=jsd", "batch.micro=11", "batch.shard=null"),
+    "taught": ("loss=distill", "loss.teacher.arch=test_resnet"),
+    "mixed": ("augment=mixup",),
+    "sharpness": ("optimizer.sam=0.05", "reduction.method=bin64"),
+    "by elements": ("loss.ignore_index=3",),
+    "pure half": ("precision=bf16_pure",),
 }  # fmt: skip
+
+
+@cache
+def of(name: str) -> dict[str, Any]:
+    """Composed where it is first asked for: every worker of the tests imports this file."""
+    return job(*BASE, *AUDITED, *WORDS[name])
 
 
 def unaudited(jobs: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +140,7 @@ def test_a_training_is_the_same_with_and_without(tmp_path: Path, monkeypatch: py
     original = replay.Audit._compute
     monkeypatch.setattr(replay.Audit, "_compute", lambda self, window, shard: shards.append(shard)
                         or original(self, window, shard))  # fmt: skip
-    same(tmp_path, Plan("one"), {name: JOBS[name] for name in ("by elements", "sharpness")})
+    same(tmp_path, Plan("one"), {name: of(name) for name in ("by elements", "sharpness")})
     assert shards == [0, 1, 2] * 2
 
 
@@ -144,7 +150,7 @@ def test_a_training_is_the_same_with_and_without(tmp_path: Path, monkeypatch: py
     *(Plan(f"ddp{n}", ("parallel=ddp",), n) for n in (2, 3, 7)),
 ], ids=lambda plan: plan.name)  # fmt: skip
 def test_so_is_every_kind_on_every_plan(tmp_path: Path, plan: Plan) -> None:
-    jobs = dict(JOBS)
+    jobs = {name: of(name) for name in WORDS}
     if plan.num_ranks == 1:  # ranks of a test have no children
         jobs["workers"] = job(*BASE, *AUDITED, "augment=mixup", "data.num_workers=2")
     same(tmp_path, plan, jobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,16 +163,22 @@ def test_all_ranks_end_with_the_same_line(tmp_path: Path, strategy: str, words: 
 
 
 # -- no trace -----------------------------------------------------------------------------------------------------------
-JOBS = {
-    "exact": job(*SHORT, "reduction=exact"),
-    "bin64 fp16": job(*SHORT, "reduction=exact", "reduction.method=bin64", "precision=amp", "precision.dtype=float16",
-                      "precision.loss_scale=2097152"),
-    "half weights": job(*SHORT, "deterministic=true", "precision=O2", "precision.dtype=bfloat16"),
-    "clipped": job(*SHORT, "deterministic=true", "optimizer=adamw", "max_grad_norm=0.5", "on_nonfinite=skip"),
-    "tolerance": job(*SHORT, "sweep.tolerance=1e-3", "augment.name=none"),
-    "views": job(*SHORT, "loss=jsd", "reduction=exact", "batch.micro=11", "batch.shard=null"),
-    "taught": job(*SHORT, "loss=distill", "loss.teacher.arch=test_resnet", "deterministic=true"),
+WORDS = {
+    "exact": ("reduction=exact",),
+    "bin64 fp16": ("reduction=exact", "reduction.method=bin64", "precision=amp", "precision.dtype=float16",
+                   "precision.loss_scale=2097152"),
+    "half weights": ("deterministic=true", "precision=O2", "precision.dtype=bfloat16"),
+    "clipped": ("deterministic=true", "optimizer=adamw", "max_grad_norm=0.5", "on_nonfinite=skip"),
+    "tolerance": ("sweep.tolerance=1e-3", "augment.name=none"),
+    "views": ("loss=jsd", "reduction=exact", "batch.micro=11", "batch.shard=null"),
+    "taught": ("loss=distill", "loss.teacher.arch=test_resnet", "deterministic=true"),
 }  # fmt: skip
+
+
+@cache
+def of(name: str) -> dict[str, Any]:
+    """Composed where it is first asked for: every worker of the tests imports this file."""
+    return job(*SHORT, *WORDS[name])
 
 
 def generators() -> tuple[Any, ...]:
@@ -196,9 +203,9 @@ def with_and_without(folder: Path, plan: Plan, jobs: dict[str, Any]) -> tuple[An
     pytest.param(Plan("dp2", ("parallel=dp", "parallel.replicas=2")), id="dp2", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_training_is_the_same_with_and_without_the_question(tmp_path: Path, plan: Plan) -> None:
-    asked, unasked, calls = with_and_without(tmp_path, plan, JOBS)
-    assert calls == 2 * len(JOBS)
-    for name in JOBS:
+    asked, unasked, calls = with_and_without(tmp_path, plan, {name: of(name) for name in WORDS})
+    assert calls == 2 * len(WORDS)
+    for name in WORDS:
         assert not differences(unasked[name][0], asked[name]), name
         assert unasked[name][0].statistics == asked[name][0].statistics, name
 
@@ -210,8 +217,8 @@ def test_a_training_is_the_same_with_and_without_the_question(tmp_path: Path, pl
 ])  # fmt: skip
 def test_so_are_several_ranks(tmp_path: Path, plan: Plan) -> None:
     few = ("taught", "bin64 fp16", "tolerance", "views") if plan.num_ranks == 2 else ("taught",)
-    names = [n for n in JOBS if n not in few and not (plan.name == "fsdp4" and JOBS[n]["reduction"]["name"] == "exact")]
-    asked, unasked, _ = with_and_without(tmp_path, plan, {name: JOBS[name] for name in names})
+    names = [n for n in WORDS if n not in few and not (plan.name == "fsdp4" and of(n)["reduction"]["name"] == "exact")]
+    asked, unasked, _ = with_and_without(tmp_path, plan, {name: of(name) for name in names})
     for name in names:
         for rank, (one, other) in enumerate(zip(unasked[name], asked[name], strict=True)):
             assert not differences(one, [other]), (name, rank)

@@ -81,8 +81,8 @@ def test_a_rank_that_waits_for_nothing_is_taken_down_with_the_one_that_failed(tm
 ])  # fmt: skip
 def test_a_rank_that_hangs_is_ended_by_the_time_limit_and_named(tmp_path: Path, start: str, rank: int) -> None:
     command = [*COMMAND, *TWO_RANKS] if start == "own ranks" else [*TORCHRUN, "parallel=ddp"]
-    ended = run([*command, "parallel.timeout_s=3", "hydra.run.dir=run"], tmp_path, STANDIN=f"stuck{rank}")
-    line = f"rank {rank} hung: the others waited parallel.timeout_s=3 s for a collective"
+    ended = run([*command, "parallel.timeout_s=8", "hydra.run.dir=run"], tmp_path, STANDIN=f"stuck{rank}")
+    line = f"rank {rank} hung: the others waited parallel.timeout_s=8 s for a collective"
     assert ended.code == 1
     assert ended.own_lines() == [f"isobatch: {line}"]
     assert summary(tmp_path / "run")["error"] == line

@@ -57,7 +57,8 @@ WAITS = {
 def test_host_waits_a_step(tmp_path: Path, words: str) -> None:
     steps = 3
     with pretend(2 if "dp" in words else 1) as machine:
-        stepping(tmp_path, machine, job(*QUIET, "batch.effective=28", "sampler.tail=drop", *words.split()), steps)
+        loop = stepping(tmp_path, machine, job(*QUIET, "batch.effective=28", "sampler.tail=drop", *words.split()), steps)
+        loop.feed.source.close()  # its workers would keep this process from ending
         assert sum(machine.syncs.values()) == WAITS[words] * steps, dict(machine.syncs)
         assert not machine.faults, dict(machine.faults)
 

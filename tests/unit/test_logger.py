@@ -92,7 +92,7 @@ def test_server_that_dies_costs_the_upload_only(tmp_path: Path, environ: Callabl
                 time.sleep(0.05)
             server.die()
 
-        logger = record(tmp_path / "run", mode="online", finish_timeout_s=2, before_finish=dies)
+        logger = record(tmp_path / "run", mode="online", finish_timeout_s=6, before_finish=dies)
         server.__dict__["die"] = lambda: None  # it is dead
     (file,) = offline_files(tmp_path / "run")
     assert read_offline(file).values("train/loss") == [1.0, 1 / 2, 1 / 3, 1 / 4]
