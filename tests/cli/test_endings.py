@@ -110,8 +110,8 @@ def test_ranks_that_never_arrive_are_named_and_a_signal_ends_the_wait(tmp_path: 
             "RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "0"})  # fmt: skip
 
-    ended = first_of_three("parallel.timeout_s=4", "hydra.run.dir=run").ended()
-    line = "ranks 1, 2 of 3 did not arrive within 4 s: every node has to start its own"
+    ended = first_of_three("parallel.timeout_s=15", "hydra.run.dir=run").ended()
+    line = "ranks 1, 2 of 3 did not arrive within 15 s: every node has to start its own"
     assert ended.code == 1 and ended.own_lines() == [f"isobatch: {line}"]
     assert summary(tmp_path / "run")["error"] == line
     waiting = first_of_three("hydra.run.dir=other")
