@@ -38,7 +38,7 @@ def cases() -> list[object]:
 def start(ending: Ending, form: str, folder: Path) -> Started:
     words = {"alone": COMMAND, "own ranks": [*COMMAND, *TWO_RANKS], "torchrun": [*TORCHRUN, "parallel=ddp"],
              "job of a sweep": [*COMMAND, "-m", "accumulation=1,2", "hydra.sweep.dir=sweep"]}[form]  # fmt: skip
-    environ = {"STANDIN": ending.standin, "STANDIN_AT": "1"} if "-m" in words else {"STANDIN": ending.standin}
+    environ = {"STANDIN": ending.standin, "STANDIN_AT": "1"} if form == "job of a sweep" else {"STANDIN": ending.standin}
     if ending.early:
         environ["STANDIN_EARLY"] = f"{ending.signum} {ending.early}"
     return Started([*words, "hydra.run.dir=run", *ending.words], folder, **environ)
