@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.errors import CompactHydraException
 
 from isobatch.console.streams import to_stderr
+from isobatch.sweeps import slurm_queue
 from isobatch.sweeps.slots import Slot
 from isobatch.sweeps.submitit_job import SubmittedJob
 
@@ -62,10 +63,14 @@ class Submitted:
             if self.slots:
                 self.work_off(executor, deque(jobs), running, done)
             else:
-                queued = executor.map_array(SubmittedJob(self.launcher), *zip(*(arguments(*job) for job in jobs), strict=True))
+                queued = submitted(executor, SubmittedJob(self.launcher), jobs)
                 running += [Running(*job, None, its) for job, its in zip(jobs, queued, strict=True)]
+                queue = slurm_queue.Queue()
+                if not slurm_queue.accounts():
+                    to_stderr("isobatch: this SLURM keeps no accounts (sacct), so its queue is asked which jobs have ended")
                 while running:
-                    if not collect(running, done):
+                    gone = queue.look({one.job.job_id for one in running})
+                    if not collect(running, done, gone):
                         time.sleep(5 * TICK_S)
         except BaseException:
             end(running)
@@ -107,6 +112,22 @@ def arguments(number: int, overrides: list[str]) -> tuple[Any, ...]:
     return overrides, "hydra.sweep.dir", number, f"job_id_for_{number}", Singleton.get_state()
 
 
+def submitted(executor: Any, task: SubmittedJob, jobs: list[tuple[int, list[str]]]) -> list[Any]:
+    """The cluster's jobs.
+
+    Raises:
+        SystemExit: it takes none of them, in its own words.
+    """
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    try:
+        found: list[Any] = executor.map_array(task, *zip(*(arguments(*job) for job in jobs), strict=True))
+    except (FailedJobError, FailedSubmissionError, OSError) as error:
+        raise SystemExit(f"isobatch: the cluster did not take the jobs: {slurm_queue.refusal(error)}; "
+                         "set what it names in hydra.launcher") from None  # fmt: skip
+    return found
+
+
 def start(executor: Any, task: SubmittedJob, job: tuple[Any, ...]) -> Any:
     """Submit; submitit's processes ignore Ctrl-C (they would give a job one second), since this one tells them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -116,12 +137,13 @@ def start(executor: Any, task: SubmittedJob, job: tuple[Any, ...]) -> Any:
         signal.signal(signal.SIGINT, before)
 
 
-def collect(running: list[Running], done: dict[int, JobReturn]) -> list[Running]:
-    """Move what has ended from `running` to `done`, with a line for each."""
-    ended = [one for one in running if one.job.task(0).done()]  # of several tasks, rank 0 tells the story
+def collect(running: list[Running], done: dict[int, JobReturn], gone: Collection[str] = ()) -> list[Running]:
+    """Move what has ended from `running` to `done`, with a line for each. `gone`: ids that the queue does not know any more."""
+    over = [one for one in running if one.job.task(0).done()]  # of several tasks, rank 0 tells the story
+    ended = over + [one for one in running if one not in over and one.job.job_id in gone]
     for one in ended:
         running.remove(one)
-        done[one.number] = result(one)
+        done[one.number] = result(one) if one in over else lost(one, "cancelled or killed: the queue does not know it any more")
         said = [line for line in (one.job.task(0).stderr() or "").splitlines() if line.startswith("isobatch: ")]
         for line in said:
             to_stderr(line)
@@ -142,12 +164,16 @@ def result(one: Running) -> JobReturn:
         found: JobReturn = main.result()
         return found
     except Exception as error:
-        lost = JobReturn(overrides=one.overrides, status=JobStatus.FAILED)
         words = str(error).splitlines()
         reason = next((line for line in reversed(words) if line.strip(" -")), type(error).__name__)
-        lost.return_value = JobLost(f"isobatch: job {one.number} ended without a result ({reason.strip()[:200]}); "
-                                    f"see {main.paths.stderr}")  # fmt: skip
-        return lost
+        return lost(one, reason.strip()[:200])
+
+
+def lost(one: Running, reason: str) -> JobReturn:
+    ended = JobReturn(overrides=one.overrides, status=JobStatus.FAILED)
+    ended.return_value = JobLost(f"isobatch: job {one.number} ended without a result ({reason}); "
+                                 f"see {one.job.task(0).paths.stderr}")  # fmt: skip
+    return ended
 
 
 def end(running: list[Running]) -> None:
@@ -160,6 +186,7 @@ def end(running: list[Running]) -> None:
         if one not in local:
             with suppress(Exception):
                 one.job.cancel(check=False)
+    slurm_queue.Queue.wait([one.job.job_id for one in running if one not in local])  # the report tells of their last state
     told: set[int] = set()
     deadline = float("inf")
     while local := [one for one in local if one.job._process.poll() is None]:
