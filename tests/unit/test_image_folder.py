@@ -11,6 +11,7 @@ from harness import train
 from PIL import Image
 
 from isobatch.config import options
+from isobatch.data.image_folder import below, listed
 from isobatch.errors import ConfigError
 
 WORDS = ("logger=none", "threads=1", "model=mlp", "model.width=4", "data=image_folder", "data.image_size=8",
@@ -95,3 +96,22 @@ def test_a_class_inside_a_class_is_named_and_hidden_folders_are_not_read(tmp_pat
     assert splits.train.targets().tolist() == [0, 0, 0, 1, 1, 1]
     (note,) = splits.info.notes
     assert "train/ape holds a folder bee, which is a class too: its images count as ape" in note
+
+
+@pytest.mark.parametrize("root", [".", "data", "./data/", "sub/../data", "/"])
+@pytest.mark.parametrize("inner", [".", "train", "../data/train", "absolute"])
+def test_names_are_those_that_relpath_gives(root: str, inner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = "data" if root == "/" else root
+    inner = str(tmp_path / place / "train") if inner == "absolute" else inner
+    if root == "/":
+        inner = str(tmp_path / place / inner)
+    folder = Path(root) / inner
+    (tmp_path / "sub").mkdir()
+    for name in ("cat/2.png", "cat/b/1.png", "cat/a.png", "dog/c/d/0.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"")
+    found = listed(Path(root), folder, {"cat": 0, "dog": 1})
+    files = [sorted(os.path.relpath(file, root) for file in (folder / name).rglob("*.png")) for name in ("cat", "dog")]
+    assert found.names == [*files[0], *files[1]] and found.labels == [0, 0, 0, 1]
+    assert below(Path("/"), ["/a", "/b/c"]) == ["a", "b/c"] and below(Path("."), ["./a"]) == ["a"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,12 @@ def walked(folder: Path, seen: set[tuple[int, int]], found: FoundImages) -> Iter
                 found.skipped[os.path.splitext(entry.name)[1].lower()] += 1
 
 
+def below(folder: Path, paths: Iterable[str]) -> list[str]:
+    """`paths` that begin with `folder`, relative to it."""
+    start = len(os.path.join(folder, ""))
+    return [path[start:] for path in paths]
+
+
 def identity(folder: Path) -> tuple[int, int]:
     status = folder.stat()
     return status.st_dev, status.st_ino
@@ -188,11 +194,13 @@ def listed(root: Path, folder: Path, classes: dict[str, int]) -> FoundImages:
     for name, number in classes.items():
         # each class is a root of its own: a link from one class into another would give its images two labels
         seen = {identity(folder), *own}
-        paths = sorted(os.path.relpath(path, root) for path in walked(folder / name, seen, found))
-        within = {part for path in paths for part in Path(path).relative_to(os.path.relpath(folder / name, root)).parts[:-1]}
+        paths = sorted(below(folder / name, walked(folder / name, seen, found)))
+        folders = {path.rpartition("/")[0] for path in paths}
+        within = {part for inner in folders for part in inner.split("/")}
         if inner := sorted(within & set(classes) - {name}):
             found.odd.append(f"{folder / name} holds a folder {inner[0]}, which is a class too: its images count as {name}")
-        found.names += paths
+        start = os.path.relpath(folder / name, root)  # for each file it would be most of the time
+        found.names += [f"{start}/{path}" for path in paths]
         found.labels += [number] * len(paths)
         found.filled |= {name} if paths else set()
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.checks import sides
 from isobatch.data.base import Splits
 from isobatch.data.files import ImageFileOptions, ImageFiles, Names
-from isobatch.data.image_folder import FoundImages, identity, walked
+from isobatch.data.image_folder import FoundImages, below, identity, walked
 from isobatch.errors import ConfigError
 from isobatch.marks import option
 
@@ -125,8 +125,9 @@ class MaskFolder(ImageFileOptions):
             if not folder.is_dir():
                 raise ConfigError("data.root", self.root, f"has no folder {inner}/{kind}",
                                   f"set data.{key}, data.images and data.masks to its names")  # fmt: skip
-            paths = sorted(os.path.relpath(path, root) for path in walked(folder, {identity(folder)}, FoundImages()))
-            found.append({os.path.splitext(os.path.relpath(root / path, folder))[0]: path for path in paths})
+            start = os.path.join(os.path.relpath(folder, root), "").removeprefix("./")
+            paths = sorted(below(folder, walked(folder, {identity(folder)}, FoundImages())))
+            found.append({os.path.splitext(path)[0]: f"{start}{path}" for path in paths})
         images, masks = found
         if not images:
             raise ConfigError("data.root", self.root, f"{inner}/{self.images} holds no image", "put some there")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from isobatch.data.base import DataInfo, Split
 from isobatch.data.csv_file import is_file
 from isobatch.data.files import ImageFiles, Names
-from isobatch.data.image_folder import EXTENSIONS, FoundImages, identity, walked
+from isobatch.data.image_folder import EXTENSIONS, FoundImages, below, identity, walked
 from isobatch.data.images import ImageOptions
 from isobatch.data.tar_index import Members, index_of
 from isobatch.data.webdataset import TarImages, tars_of
@@ -75,7 +74,7 @@ def load(path: str, options: ImageOptions, info: DataInfo, column: str) -> Split
         dataset = _tars(place, options)
     elif place.is_dir():
         found = FoundImages()
-        names = sorted(os.path.relpath(name, place) for name in walked(place, {identity(place)}, found))
+        names = sorted(below(place, walked(place, {identity(place)}, found)))
         if not names:
             raise ConfigError(KEY, path, f"holds no image ({', '.join(EXTENSIONS)})", "set predict.path to a folder that does")
         dataset = ImageFiles(place, names, [0] * len(names), options, None)
