@@ -423,6 +423,18 @@ class Drawn:
         return torch.rand(3, 4, 4) + float(numpy.random.rand()) + random.random(), i % 10
 
 
+def test_lanes_that_nobody_asked_for_are_for_shards_that_take_a_while(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isobatch.runtime.cores.usable", lambda: 2)
+    for took, lanes in ((0.001, 0), (0.1, 3)):
+        monkeypatch.setattr(lanes_.LaneSteps, "_seconds", lambda *_, took=took: took)
+        with caplog.at_level(logging.INFO, "isobatch"):
+            assert at_once(tmp_path / str(took), *RICH, "threads=null") == lanes
+    assert caplog.text.count("one shard at a time: it takes 1.0 ms, too little for threads (threads=2: 2 at a time all") == 1
+    assert same(training(state_of(tmp_path / "0.1")), training(state_of(tmp_path / "0.001")))
+
+
 def test_what_is_read_and_mixed_meanwhile_is_so_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This process reads beside the lanes, which draw from the default generator too; every window is run twice."""
     register("data", "lanes_drawn", Drawn)

@@ -29,7 +29,7 @@ from isobatch.shards.criteria import EachShard, handed_on
 from isobatch.shards.side_by_side import SideBySide
 from isobatch.train import batch_norm, graph, pace, sharpness
 from isobatch.train.governed import governed
-from isobatch.train.lanes import LaneSteps, undisturbed
+from isobatch.train.lanes import QUICK_S, LaneSteps, undisturbed
 from isobatch.train.loop import Loop
 from isobatch.train.rehearsal import SAMPLES, kept_wider, rehearse
 from isobatch.train.state import TrainState
@@ -95,7 +95,7 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
     if sharing.at_once > 1 and config.loss.couples(criterion):
         criterion, prepare = EachShard(criterion, config.loss.averages), handed_on(prepare)
     if sharing.lanes > 1 and trains:
-        micro_step = LaneSteps(sharing.lanes, config.seed, reducer, seed.host)
+        micro_step = LaneSteps(sharing.lanes, config.seed, reducer, seed.host, 0.0 if config.threads else QUICK_S)
         prepare = undisturbed(prepare)
     apart: SideBySide | Fingerprint = SideBySide(config.seed, lanes, sharing.apart, plan.batch.shard)
     if config.sweep.tolerance is not None:  # equal training is asked for: fingerprints explain a difference

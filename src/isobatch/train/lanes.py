@@ -11,6 +11,7 @@ audit/repeat.py). A model that lanes cannot have for themselves runs one shard a
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("isobatch")
 
+QUICK_S = 0.003  # of a core: Python and the hand-over of a shard take a millisecond, and one thread at a time has Python
+
 
 class LaneSteps:
     """Stands in for `micro_step`: returns as soon as a lane has the shard; at a window's last one, when the reducer has all.
@@ -46,10 +49,11 @@ class LaneSteps:
         count: of lanes, at least two. seed: of the run. reducer: of the training; a micro step with any other one (an audit's,
             say) is run here and now.
         host: whether a forward may draw from Python's or NumPy's generator.
+        least_s: seconds of a core that a shard has to take; less, and they run one at a time.
     """
 
-    def __init__(self, count: int, seed: int, reducer: Any, host: bool):
-        self.count, self.seed, self.reducer, self.host = count, seed, reducer, host
+    def __init__(self, count: int, seed: int, reducer: Any, host: bool, least_s: float = 0.0):
+        self.count, self.seed, self.reducer, self.host, self.least_s = count, seed, reducer, host, least_s
         self.lanes: list[Lane] | None = []  # None: this model cannot have any
         self.free: SimpleQueue[Lane] = SimpleQueue()
         self.under_way: deque[tuple[MicroBatch, Future[Shard]]] = deque()
@@ -143,7 +147,13 @@ class LaneSteps:
                 lane.refresh(parts)
             if (name := cast_twice(lanes[0], parts, _copied(micro))) is not None:
                 return [], f"uses {name} twice in a forward, under autocast"
-            return self._all_at_once(lanes, state, parts, step, micro)
+            results, problem = self._all_at_once(lanes, state, parts, step, micro)
+            if problem is None and (took := self._seconds(lanes[0], state, parts, step, micro)) < self.least_s:
+                self._alone()
+                log.info("one shard at a time: it takes %.1f ms, too little for threads (threads=%d: %d at a time all the "
+                         "same)", 1e3 * took, self.count, self.count)  # fmt: skip
+                return [], None
+            return results, problem
         except Exception as error:  # of every kind: it is a model's own copy that fails
             return [], f"cannot be copied ({type(error).__name__}: {' '.join(str(error).split())[:100]})"
         finally:
@@ -164,10 +174,24 @@ class LaneSteps:
         problem = next(filter(None, (one.changed() for one in watched)), None)
         return [Tried(lane, future.result()) for lane, future in zip(lanes, futures, strict=True)], problem
 
-    def give_up(self, problem: str) -> None:
+    def _seconds(self, lane: Lane, state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> float:
+        """Of a core, for a shard that is run in this thread, once it has been run before; other programs hardly matter."""
+        if not self.least_s:
+            return 0.0
+        copy = _copied(micro)
+        with told_apart():
+            before = time.thread_time()
+            lane.run(state, parts, step, copy)
+            return time.thread_time() - before
+
+    def _alone(self) -> None:
         """From now on one shard at a time."""
         self.close()
         self.lanes = None
+
+    def give_up(self, problem: str) -> None:
+        """From now on one shard at a time, because of `problem`."""
+        self._alone()
         log.warning("one shard at a time, not %d: the model %s", self.count, problem)
 
 
