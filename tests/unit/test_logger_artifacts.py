@@ -170,7 +170,7 @@ def test_a_checkpoint_is_linked_when_it_is_there(monkeypatch: pytest.MonkeyPatch
             return lambda *args, **given: (calls.append((name, *[a for a in args if a is not self])), self)[1]
 
     said: list[str] = []
-    monkeypatch.setattr(wandb_process, "say", lambda kind, text: said.append(text))
+    monkeypatch.setattr(wandb_process, "send", lambda kind, text: said.append(text))
     does = wandb_process.Messages(Fake(), Fake())
     given: dict[str, Any] = {"folder": "f", "beside": ["x/config.yaml"], "name": "n", "aliases": ["best"], "metadata": {},
                              "limit_s": 15.0}  # fmt: skip
