@@ -87,7 +87,7 @@ ENDINGS = (
     ),
     Ending(
         "a rank is killed",
-        (None, None, 1, 1),
+        (None, None, 1, None),
         "failed",
         (r"isobatch: rank 1 was (killed by SIGKILL|lost without a word)", "the rank and the signal"),
         standin="kill1",
@@ -119,6 +119,13 @@ ENDINGS = (
             ("its folder is made", "isobatch.cli.command:record", "stopped"),
             ("the job is prepared", "isobatch.config:check_inputs", "stopped"),
         )
+    ),
+    Ending(
+        "a rank is killed, and no restart is left",
+        (None, None, None, 1),
+        "failed or stopped",
+        ("", "torchrun's own lines name the rank and the signal; it tells the others to stop"),
+        held_by="tests/chaos/test_chaos.py::test_a_kill_in_the_middle_of_a_save_loses_nothing",
     ),
     Ending(
         "a second command in the same folder",

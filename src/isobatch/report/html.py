@@ -67,7 +67,9 @@ def _cards(comparison: Leaderboard) -> str:
     for key, unit in ((comparison.primary, ""), ("samples/s", " samples/s"), ("peak MB", " MB")):
         best = comparison.best(key) if key else None
         if key and best is not None:
-            who = _who([comparison.names[at] for at in comparison.winners(key)])
+            winners = comparison.winners(key)
+            alike = len(winners) > 1 and not comparison.leading(key)
+            who = "the same for all" if alike else _who([comparison.names[at] for at in winners])
             label = {"samples/s": "fastest", "peak MB": "least peak memory"}.get(key, key)
             cards.append((label, f"{show(best)}<small>{unit}</small>", who))
     if spread := comparison.spread():
