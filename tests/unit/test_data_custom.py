@@ -147,7 +147,7 @@ def test_the_example_trains_with_its_own_model_data_and_loss(tmp_path: Path, mon
     assert summary(tmp_path)["final"]["eval/accuracy"] > 0.9
 
 
-class Rows:
+class HeldRows:
     """30 rows, whose first number says which one it is; every third is of class 1."""
 
     classes = ("most", "few")
@@ -169,7 +169,7 @@ class Rows:
 
 
 def test_samples_of_ones_own_are_held_out() -> None:
-    isobatch.register("data", "own_rows", Rows)
+    isobatch.register("data", "own_rows", HeldRows)
     seen: list[float] = []
     for fold in range(5):
         splits = options("data", {"name": "own_rows", "fold": fold, "folds": 5}).load(None, 0)

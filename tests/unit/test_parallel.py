@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +252,27 @@ def test_apexs_options_send_otherwise_and_give_the_same_gradients(tmp_path: Path
                          ({"delay_allreduce": True, "bucket_mb": 1.0}, "bucket_mb")):  # fmt: skip
         with pytest.raises(ConfigError, match=f"parallel.{key}"):
             DistributedDataParallel(**options)
+
+
+def test_a_strategy_of_an_earlier_release_is_called_by_the_names_of_today() -> None:
+    from isobatch.parallel.base import Single
+
+    @dataclass(frozen=True)
+    class Earlier(Single):
+        def shard(self, *given: object) -> str:
+            return "cut"
+
+        def shard_count(self, replicas: int) -> int:
+            return 3
+
+    @dataclass(frozen=True)
+    class Both(Earlier):
+        def shard(self, *given: object) -> str:
+            return "not this one"
+
+        def partition(self, *given: object) -> str:  # type: ignore[override]
+            return "this one"
+
+    made: Any = Earlier()
+    assert made.partition() == "cut" and made.parts_count(8) == 3
+    assert Both().partition() == "this one"

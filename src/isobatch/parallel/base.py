@@ -40,6 +40,12 @@ class Single:
     name: str = "single"
     not_recordable: ClassVar[str | None] = None  # why micro steps cannot be recorded as CUDA graphs (cuda_graph=true)
 
+    def __init_subclass__(cls) -> None:
+        """Strategies of one's own that were written for earlier releases are called by the names of today."""
+        for earlier, today in (("shard", "partition"), ("shard_count", "parts_count")):
+            if earlier in vars(cls) and today not in vars(cls):
+                setattr(cls, today, vars(cls)[earlier])
+
     @property
     def num_processes(self) -> int:
         """Processes that this run starts itself; 1 = it trains in the process it is in."""
@@ -92,7 +98,7 @@ class Single:
         return WholeGradients(gradients)
 
     def working_copy(self, precision: Any, model: nn.Module, replicas: int) -> WorkingCopy:
-        """What the forward runs on. Called before `shard`, `precision` being the chosen one."""
+        """What the forward runs on. Called before `partition`, `precision` being the chosen one."""
         return precision.working_copy(model)  # type: ignore[no-any-return]
 
     def partition(self, model: nn.Module, ema: nn.Module | None, precision: Any, ranks: Ranks, device: torch.device,
