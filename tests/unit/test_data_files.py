@@ -195,6 +195,13 @@ def test_a_csv_file_that_cannot_be_used_is_refused_in_one_line(photos: Path, con
     assert refusal.value.key.startswith("data.") and "\n" not in str(refusal.value) and len(str(refusal.value)) < 800
 
 
+def test_spaces_around_names_and_cells_are_none_of_theirs(photos: Path) -> None:
+    (photos / "train.csv").write_text("path, label\ntrain/cat/0.jpg, cat\ntrain/dog/0.jpg,dog \n")
+    (photos / "val.csv").write_text("path,label\nval/dog/0.jpg,dog\n")
+    splits = options("data", {"name": "csv", "root": str(photos), "image_size": 16}).load(None, 0)
+    assert splits.info.class_names == ("cat", "dog") and splits.eval.targets().tolist() == [1]
+
+
 def test_labels_that_only_look_like_numbers_are_text(photos: Path) -> None:
     text = f"path,label\ntrain/cat/0.jpg,\u00b2\ntrain/dog/0.jpg,10\ntrain/dog/1.jpg,{5_000 * '1'}\n"
     for name in ("train.csv", "val.csv"):
