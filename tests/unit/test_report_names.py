@@ -55,6 +55,14 @@ def test_names_differ_also_where_settings_do_not(tmp_path: Path) -> None:
     assert comparison.swept == ["optimizer"]
 
 
+def test_choices_of_one_class_are_told_apart(tmp_path: Path) -> None:
+    for job, (word, name, late) in enumerate((("dp", "dp", False), ("ddp", "ddp", False), ("apex_ddp", "ddp", True))):
+        config = {"parallel": {"name": name, **({"late": late} if name == "ddp" else {})}}
+        write_run(tmp_path / str(job), [1.0], config=config, overrides=[f"parallel={word}"])
+    comparison, terminal, _ = report(tmp_path)
+    assert comparison.names == ["parallel dp", "parallel ddp", "parallel apex_ddp"] and "apex_ddp" in terminal
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_what_was_swept_and_the_ranked_metric_are_always_shown(tmp_path: Path, width: int) -> None:
     swept(tmp_path)

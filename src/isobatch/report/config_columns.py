@@ -56,4 +56,13 @@ def differing(runs: Sequence[RunRecord]) -> tuple[list[str], list[dict[str, Cell
     overridden = {name.split("@")[0].replace("/", ".") for name in named}
     keys = [key for key in every if shown(key)]
     keys.sort(key=lambda key: key not in overridden and key.removesuffix(".name") not in overridden)
+    for run, tree in zip(runs, leaves, strict=True):
+        tree |= {key: chosen(run, key, tree[key]) for key in keys if key.endswith(".name") and key in tree}
     return keys[:MOST], leaves
+
+
+def chosen(run: RunRecord, key: str, value: Cell) -> Cell:
+    """Of a group's name, `value`, the choice that was typed: several (ddp, apex_ddp) may be one class with other options."""
+    group = key.removesuffix(".name")
+    words = [one_line(word.partition("=")[2]) for word in run.overrides if word.partition("=")[0] == group]
+    return words[-1] if words and words[-1].isidentifier() else value
