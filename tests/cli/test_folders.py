@@ -49,8 +49,10 @@ def test_case_2_a_sweep_under_torchrun_trains_each_job_as_alone(tmp_path: Path) 
         assert done["weights_sha256"] == summary(tmp_path / f"alone{job}")["weights_sha256"]
 
 
-@pytest.mark.parametrize("chdir", ["true", "false"])
-@pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
+@pytest.mark.parametrize(("mode", "chdir"), [
+    ((), "true"), (("-m",), "false"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (((), "false"), (("-m",), "true"))),
+])  # fmt: skip
 @pytest.mark.case(3)
 def test_case_3_inputs_are_where_they_were_typed_and_outputs_in_the_jobs_folder(tmp_path: Path, chdir: str,
                                                                                 mode: tuple[str, ...]) -> None:  # fmt: skip

@@ -99,6 +99,7 @@ def column(dom: str, heading: str) -> list[str]:
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @browser
 def test_a_browser_draws_it_without_an_error(page: Path, tmp_path: Path) -> None:
@@ -111,6 +112,7 @@ def test_a_browser_draws_it_without_an_error(page: Path, tmp_path: Path) -> None
     assert len(colours) > 100 and counts.max() < 0.9 * len(pixels)  # text, curves and badges, not one flat colour
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @browser
 def test_a_browser_sorts_it_by_link_and_by_click(page: Path, tmp_path: Path) -> None:
@@ -126,6 +128,7 @@ def test_a_browser_sorts_it_by_link_and_by_click(page: Path, tmp_path: Path) -> 
     assert 'aria-sort="ascending"' in done.stdout and not console_lines(done)
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @browser
 def test_the_policy_keeps_foreign_scripts_out(page: Path, tmp_path: Path) -> None:
