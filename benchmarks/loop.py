@@ -123,7 +123,7 @@ def compare(overrides: list[str], steps: int, rounds: int, ranks: Ranks | None =
         for round_ in range(rounds + 1):
             taken = []
             for advance in (raw, ours) if round_ % 2 else (ours, raw):
-                ranks.barrier()
+                ranks.agree(0)  # all begin together
                 start = time.process_time()
                 advance(steps)
                 taken.append(time.process_time() - start)
