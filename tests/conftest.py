@@ -70,7 +70,7 @@ def pytest_runtest_teardown(item: pytest.Item):
     return result
 
 
-OPTIONAL = ("trackio", "mlflow", "faster_coco_eval")  # packages that `.[test]` leaves out: see pyproject.toml
+OPTIONAL = ("trackio", "mlflow")  # packages that `.[test]` leaves out: see pyproject.toml
 
 
 @pytest.hookimpl(wrapper=True)
