@@ -69,6 +69,13 @@ def test_some_samples_are_of_all_of_a_split() -> None:
         assert split.some(10) is split
 
 
+def test_some_samples_of_data_without_a_class_each() -> None:
+    masks = Split([(torch.zeros(1), torch.zeros(2)) for _ in range(10)], targets=lambda: torch.empty(0, 0))
+    assert masks.some(4).targets().numel() == 0
+    lines = Split([(torch.zeros(1), torch.arange(3)) for _ in range(10)]).some(4)
+    assert lines.targets == lines._scan_targets  # what only reading every sample tells is not asked for
+
+
 class Rotten(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

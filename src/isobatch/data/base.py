@@ -97,9 +97,13 @@ class Split:
             return self
         rows = [k * n // count for k in range(count)]
         tensors = None if self.tensors is None else (self.tensors[0][rows], self.tensors[1][rows])
-        return Split(
-            SomeSamples(self.dataset, rows), tensors, lambda: self.targets()[rows], self.info, self.light, self.collate
-        )
+
+        def labels() -> Tensor:
+            found = self.targets()
+            return found[rows] if len(found) else found  # empty: no sample has a class of its own
+
+        targets = None if self.targets == self._scan_targets else labels  # else a few would scan them all
+        return Split(SomeSamples(self.dataset, rows), tensors, targets, self.info, self.light, self.collate)
 
     def describe(self, index: int) -> str:
         """How a person finds sample `index`."""
