@@ -213,5 +213,6 @@ def table() -> str:
     lines = ["| what happens | " + " | ".join(FORMS) + " | `state` | standard error |", "|---|" + "---|" * (len(FORMS) + 2)]
     for ending in ENDINGS:
         codes = ["" if code is None else "killed" if code < 0 else str(code) for code in ending.codes]
-        lines.append(f"| {ending.what} | {' | '.join(codes)} | {ending.state} | {ending.line[1]} |")
+        what = ending.what.replace("|", "\\|")  # a bar ends a cell, in code too
+        lines.append(f"| {what} | {' | '.join(codes)} | {ending.state} | {ending.line[1]} |")
     return "\n".join(lines) + "\n"

@@ -23,7 +23,7 @@ def test_gpus_that_are_not_there_and_replicas_without_work_are_named(
     assert "parallel.devices=[0, 1] names GPUs and this machine has none" in capsys.readouterr().out.replace("\n    ", " ")
     words = ("parallel=dp", "parallel.replicas=3", "batch.effective=2", "batch.micro=1", "batch.shard=null")
     train(tmp_path / "b", *small, *words)
-    assert "1 of 3 replicas have no shard and wait: use fewer" in capsys.readouterr().out.replace("\n    ", " ")
+    assert "1 of 3 replicas has no shard and waits: use fewer" in capsys.readouterr().out.replace("\n    ", " ")
 
 
 def test_another_architecture_on_the_default_model_is_told_the_way_out() -> None:
@@ -58,4 +58,4 @@ def test_more_work_than_cores_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said("threads=4") == said("threads=null", 8) == said("threads=2", 2, 0.1) == said("threads=8", kind="cuda") == ""
     assert said("threads=8").startswith("threads=8 are more than the 4 core(s) of this process: ")
     assert said("threads=3", 2).startswith("threads=3 on each of 2 ranks are more than the 4 core(s)")
-    assert said("threads=1", 1, 0.874).startswith("the cores are busy: 87 % of its time so far this process has waited")
+    assert said("threads=1", 1, 0.874).startswith("the cores are busy: this process has waited for one 87 % of its time so far")

@@ -41,7 +41,8 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
         key = "batch.shard" if batch.stated else "batch.micro"
         size = batch.effective // batch.num_replicas  # the largest that gives every replica one
         way_out = f"{key}={size} would use them all (another training for what depends on the shard)" if size else "use fewer"
-        found.append(f"{idle} of {batch.num_replicas} replicas have no shard and wait: {way_out}")
+        wait = "has no shard and waits" if idle == 1 else "have no shard and wait"
+        found.append(f"{idle} of {batch.num_replicas} replicas {wait}: {way_out}")
     elif batch.num_shards % batch.num_replicas:
         found.append(
             f"{batch.num_shards} shards on {batch.num_replicas} replicas are uneven: some wait for the "
@@ -82,8 +83,8 @@ def crowded(config: Config, ranks: Ranks, device: torch.device) -> list[str]:
         found.append(f"threads={config.threads}{several} are more than the {mine} core(s) of this process: they wait for each "
                      "other; threads=null shares the cores")  # fmt: skip
     if (share := cores.waited() or 0.0) > BUSY:
-        found.append(f"the cores are busy: {100 * share:.0f} % of its time so far this process has waited for one; no figure "
-                     "of speed will be steady, and fewer threads or ranks lose less")  # fmt: skip
+        found.append(f"the cores are busy: this process has waited for one {100 * share:.0f} % of its time so far; expect "
+                     "speeds to vary, and lose less with fewer threads or ranks")  # fmt: skip
     return found
 
 
