@@ -16,7 +16,7 @@ INPUTS = torch.randn(18, 2, 3, 3, generator=torch.Generator().manual_seed(0))
 WORDS = (*QUIET, "steps=3", "eval_every=100", "batch.effective=6", "batch.micro=2",
          "batch.shard=null", "reduction=exact", "loss=mse",
          "optimizer.lr=0.01", "checkpoint.every=3", "sampler=sequential",
-         *data_of("eighteen", INPUTS, INPUTS.mean((1, 2, 3)).view(-1, 1)))  # fmt: skip
+         *data_of("eighteen_pairs", INPUTS, INPUTS.mean((1, 2, 3)).view(-1, 1)))  # fmt: skip
 
 
 class Cumulative(nn.Module):
