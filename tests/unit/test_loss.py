@@ -208,3 +208,10 @@ def test_a_run_with_smoothing_reports_the_plain_loss(tmp_path: Path) -> None:
         train(tmp_path / str(smoothing), *words, f"loss.label_smoothing={smoothing}", "optimizer.lr=0")
     assert rows(tmp_path / "0", "eval/loss") == rows(tmp_path / "0.4", "eval/loss")
     assert rows(tmp_path / "0", "train/loss") != rows(tmp_path / "0.4", "train/loss")
+
+
+@pytest.mark.parametrize("task", ["train", "plan"])
+def test_weights_that_are_not_one_for_each_class_are_named(tmp_path: Path, task: str) -> None:
+    words = (f"task={task}", "model=linear", "logger=none", "loss.class_weights=[1,2]")
+    with pytest.raises(ConfigError, match=r"loss\.class_weights=\[1\.0, 2\.0\]: has 2 weights, and the model 10 classes"):
+        run.run_job(plain(*words), tmp_path, Ranks())

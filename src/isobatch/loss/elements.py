@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from isobatch.errors import ConfigError
 from isobatch.given import Sum
 
 TORCHS = -100  # the label that torch leaves out where nobody says which
@@ -51,7 +52,8 @@ class ElementCrossEntropy(nn.Module):
 
     def weights_for(self, output: Tensor) -> Tensor | None:
         if self.weights is not None and len(self.weights) != output.shape[1]:
-            raise ValueError(f"{len(self.weights)} weights for {output.shape[1]} classes")
+            raise ConfigError("loss.class_weights", self.weights.tolist(), f"has {len(self.weights)} weights, and the model "
+                              f"{output.shape[1]} classes", "give one for each class")  # fmt: skip
         if self.weights is not None and (self.weights.device, self.weights.dtype) != (output.device, output.dtype):
             self.weights = self.weights.to(output.device, output.dtype)
         return self.weights

@@ -162,6 +162,8 @@ class Rehearsal:
                 drew = not torch.equal(before, torch.get_rng_state())
                 try:
                     given = taken_apart(criterion(output, targets))
+                except ConfigError:
+                    raise
                 except Exception as error:
                     raise self._unfit_output(which, split, output, targets, error) from error
         self._check(given)
