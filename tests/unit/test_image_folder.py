@@ -11,7 +11,7 @@ from harness import train
 from PIL import Image
 
 from isobatch.config import options
-from isobatch.data.image_folder import below, listed
+from isobatch.data.image_folder import FoundImages, below, listed, walked
 from isobatch.errors import ConfigError
 
 WORDS = ("logger=none", "threads=1", "model=mlp", "model.width=4", "data=image_folder", "data.image_size=8",
@@ -96,6 +96,16 @@ def test_a_class_inside_a_class_is_named_and_hidden_folders_are_not_read(tmp_pat
     assert splits.train.targets().tolist() == [0, 0, 0, 1, 1, 1]
     (note,) = splits.info.notes
     assert "train/ape holds a folder bee, which is a class too: its images count as ape" in note
+
+
+@pytest.mark.parametrize("place", [".", "./", "../photos", "absolute"])
+def test_folders_below_the_one_that_is_worked_in_keep_their_names(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tree(tmp_path / "photos", "a.png", "b/c.png", "b/d/e.png")
+    monkeypatch.chdir(folder)
+    given = folder if place == "absolute" else Path(place)
+    assert sorted(below(given, walked(given, set(), FoundImages()))) == ["a.png", "b/c.png", "b/d/e.png"]
 
 
 @pytest.mark.parametrize("root", [".", "data", "./data/", "sub/../data", "/"])

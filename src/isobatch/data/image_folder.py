@@ -140,7 +140,7 @@ class FoundImages:
         return lines
 
 
-def walked(folder: Path, seen: set[tuple[int, int]], found: FoundImages) -> Iterator[str]:
+def walked(folder: Path | str, seen: set[tuple[int, int]], found: FoundImages) -> Iterator[str]:
     """Paths of the image files below `folder`, in no particular order.
 
     Args:
@@ -156,7 +156,7 @@ def walked(folder: Path, seen: set[tuple[int, int]], found: FoundImages) -> Iter
                     found.odd.append(f"{entry.path} leads to a folder that is read already, and is not followed")
                     continue
                 seen.add((status.st_dev, status.st_ino))
-                yield from walked(Path(entry.path), seen, found)
+                yield from walked(entry.path, seen, found)  # no Path, which would drop the ./ that below() counts
             elif entry.name.lower().endswith(EXTENSIONS):
                 yield entry.path
             else:
