@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -37,6 +40,7 @@ from isobatch.shards.own import Own
 from isobatch.train import lanes as lanes_
 from isobatch.train.lane import Uncached
 from isobatch.train.lanes import undisturbed
+from isobatch.train.unseen import Reached
 
 # six shards of four a window, and a tail of three and two samples a shard
 SMALL = (*BASE, "reduction=exact", "epochs=null", "steps=3", "eval_every=3", "log_every=1", "data=synthetic", "data.samples=63",
@@ -181,11 +185,12 @@ class Own_(nn.Module):
 
 
 class Counting(nn.Module):
-    """Another factor in every call, counted in Python; `where` counts: an attribute, a list, or a buffer."""
+    """Counts its calls in an attribute, a list, a buffer, a list in a dict, an object, or an iterator."""
 
     def __init__(self, where: str):
         super().__init__()
-        self.where, self.calls, self.seen = where, 0, []
+        self.where, self.calls, self.seen, self.held = where, 0, [], {"calls": [0]}
+        self.object, self.numbers = SimpleNamespace(calls=0), itertools.count()
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,6 +200,12 @@ class Counting(nn.Module):
             self.count += 1
         elif self.where == "list":
             self.seen.append(1)
+        elif self.where == "nested":
+            self.held["calls"][0] += 1
+        elif self.where == "object":
+            self.object.calls += 1
+        elif self.where == "iterator":
+            next(self.numbers)
         else:
             self.calls += 1
         return x
@@ -202,6 +213,19 @@ class Counting(nn.Module):
 
 def noisy(x: Tensor) -> Tensor:
     return F.dropout(x + 0.1 * torch.randn_like(x), 0.3, True) * torch.rand(len(x), 1)
+
+
+class Linked(nn.Module):
+    """Knows its weight by another name, and how often it was evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.evaluated = nn.Linear(16, 16), 0
+        self.view, self.held = self.inner.weight.detach(), [self.inner.bias.data]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.evaluated += not self.training
+        return self.inner(x) + (x @ self.view + self.held[0]) * (1 + 0.1 * self.evaluated)
 
 
 class Again(nn.Module):
@@ -258,6 +282,7 @@ def unseen(x: Tensor) -> Tensor:
 
 OWN = {
     "noise": lambda: noisy, "checkpointed": Again, "attribute": lambda: Counting("attribute"), "list": lambda: Counting("list"),
+    **{where: partial(Counting, where) for where in ("nested", "object", "iterator")}, "linked": Linked,
     "buffer": lambda: Counting("buffer"), "hooked": Hooked, "uncopied": Uncopied, "twice": Twice, "unseen": lambda: unseen,
     "thread": lambda: lambda x: x * (1 + 1e-3 * in_a_lane()),
     "inputs": lambda: lambda x: x,
@@ -275,9 +300,30 @@ def test_what_a_model_draws_and_runs_again_is_its_threads_own(tmp_path: Path, na
     assert_same(tmp_path, own(name), (2,))
 
 
+def test_a_view_of_a_weight_and_what_an_evaluation_leaves_are_the_models(tmp_path: Path) -> None:
+    assert_same(tmp_path, own("linked", "eval_every=2"), (2,))
+
+
+def test_what_is_kept_in_an_attribute_is_looked_at_however_deep() -> None:
+    generator, ring, weight = torch.Generator(), [1], torch.zeros(1)
+    ring.append(ring)  # type: ignore[arg-type]
+    for value, change in ((SimpleNamespace(a={"b": [1]}), lambda v: v.a["b"].append(2)), (ring, lambda v: v.append(3)),
+                          ({"it": itertools.count()}, lambda v: next(v["it"])), ([weight], lambda v: v[0].add_(1)),
+                          (SimpleNamespace(lock=threading.Lock(), n=0), lambda v: setattr(v, "n", 1)),
+                          ((generator,), lambda v: torch.rand(1, generator=v[0])),
+                          ([numpy.random.default_rng(0)], lambda v: v[0].random()),
+                          (numpy.zeros(2), lambda v: v.fill(1))):  # fmt: skip
+        before = Reached(value).digest
+        assert Reached(value).digest == before, value
+        change(value)
+        assert Reached(value).digest != before, value
+
+
 REASONS = {
     "attribute": "keeps what a forward leaves in part.calls", "list": "keeps what a forward leaves in part.seen",
     "buffer": "changes the buffer part.count in its forward", "uncopied": "cannot be copied (NotImplementedError: one of a",
+    "nested": "keeps what a forward leaves in part.held", "object": "keeps what a forward leaves in part.object",
+    "iterator": "keeps what a forward leaves in part.numbers",
     "unseen": "draws random numbers in a way that is not seen", "python": "draws from Python's or NumPy's generator",
     "numpy": "draws from Python's or NumPy's generator", "thread": "gives other bits in a thread: ",
     "inputs": "changes its inputs",

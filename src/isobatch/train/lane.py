@@ -23,6 +23,7 @@ from isobatch.runtime.trees import call
 from isobatch.shards.own import Own
 from isobatch.train.batch_norm import ShardStatistics, learning_layers
 from isobatch.train.step import micro_step
+from isobatch.train.unseen import TABLES, Reached
 
 if TYPE_CHECKING:
     from isobatch.data.feed import MicroBatch
@@ -59,6 +60,7 @@ class Lane:
         counted = {id(b) for layer in learning_layers(model) for b in layer.buffers(recurse=False)}
         memo: dict[int, Any] = {id(p): mine for p, mine in zip(self.weights, self.own, strict=True)}
         memo |= {id(b): b for b in model.buffers() if id(b) not in counted}
+        memo |= {id(t): t for t in kept(model) + kept(parts.criterion) if id(t) not in memo.keys() | counted}
         self.module = copy.deepcopy(model, memo)
         self.criterion = copy.deepcopy(parts.criterion, memo)
         self.statistics = ShardStatistics(self.module)
@@ -94,6 +96,13 @@ class Lane:
     def _apart(self, step: int, micro: MicroBatch) -> Iterator[None]:
         with self.draws.drawing():
             yield
+
+
+def kept(whole: Any) -> list[Tensor]:
+    """Tensors in the attributes of a model or a criterion, which nobody changes and which may be views of its weights."""
+    parts = whole.modules() if isinstance(whole, nn.Module) else [whole]
+    held = [value for part in parts for key, value in getattr(part, "__dict__", {}).items() if key not in TABLES]
+    return [tensor for tensor in Reached(held).tensors if not tensor.requires_grad]
 
 
 class Caught:

@@ -54,6 +54,7 @@ class LaneSteps:
 
     def __init__(self, count: int, seed: int, reducer: Any, host: bool, least_s: float = 0.0):
         self.count, self.seed, self.reducer, self.host, self.least_s = count, seed, reducer, host, least_s
+        self.evaluated = -1  # step of the last evaluation before the lanes were made
         self.lanes: list[Lane] | None = []  # None: this model cannot have any
         self.free: SimpleQueue[Lane] = SimpleQueue()
         self.under_way: deque[tuple[MicroBatch, Future[Shard]]] = deque()
@@ -74,7 +75,7 @@ class LaneSteps:
 
     # -- a window --------------------------------------------------------------------------------------------------------
     def _begin(self, state: TrainState, parts: Parts) -> None:
-        for lane in self._built(parts):
+        for lane in self._built(state, parts):
             lane.refresh(parts)
         parts.working.zero_grad(state.optimizer)
         self.shared = Generators(self.host), self._buffers(parts)
@@ -125,8 +126,9 @@ class LaneSteps:
         self.window.close()
 
     # -- before the first one ------------------------------------------------------------------------------------------
-    def _built(self, parts: Parts) -> list[Lane]:
-        if not self.lanes:
+    def _built(self, state: TrainState, parts: Parts) -> list[Lane]:
+        if not self.lanes or (self.host and self.evaluated != state.evaluated):  # whose forwards may have left something
+            self.evaluated, self.free = state.evaluated, SimpleQueue()
             self.weights = list(parts.working.module.parameters())
             self.lanes = [Lane(parts, self.seed) for _ in range(self.count)]
             for lane in self.lanes:
@@ -142,7 +144,7 @@ class LaneSteps:
             return [], "has hooks that are called for every module"
         parts.statistics.begin()
         try:
-            lanes = self._built(parts)
+            lanes = self._built(state, parts)
             for lane in lanes:
                 lane.refresh(parts)
             if (name := cast_twice(lanes[0], parts, _copied(micro))) is not None:

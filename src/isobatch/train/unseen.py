@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import types
+import warnings
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy
@@ -15,6 +18,7 @@ from isobatch.train.batch_norm import learning_layers
 
 PLAIN = bool, int, float, complex, str, bytes, type(None)
 TABLES = {"_parameters", "_buffers", "_modules"}  # of a module: what is in them is looked at by itself
+AS_THEY_ARE = nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType
 WAY_OUT = "set threads=1, which runs one shard at a time with the same bits"
 
 
@@ -73,20 +77,19 @@ class GivenInputs:
 
 
 class Attributes:
-    """What the modules of a model, or a criterion of any kind, keep for themselves beside tensors that torch knows of."""
+    """What the modules of a model, or a criterion of any kind, keep for themselves beside tensors that torch knows of; of a
+    criterion its buffers too, which `Buffers` does not look at."""
 
-    def __init__(self, *things: Any):
-        self.things = [
-            (name, part)
-            for thing in things
-            for name, part in (thing.named_modules() if isinstance(thing, nn.Module) else [("the loss", thing)])
-            if hasattr(part, "__dict__")
-        ]
+    def __init__(self, model: nn.Module, criterion: Any):
+        parts = [*model.named_modules()]
+        self.tables = {id(part): TABLES for _, part in parts}
+        inner = criterion.named_modules() if isinstance(criterion, nn.Module) else [("", criterion)]
+        self.things = [*parts, *((f"the loss.{name}".rstrip("."), part) for name, part in inner if hasattr(part, "__dict__"))]
         self.values = [self._values(part) for _, part in self.things]
 
-    @staticmethod
-    def _values(part: Any) -> dict[str, Any]:
-        return {key: (value, _inside(value)) for key, value in vars(part).items() if key not in TABLES}
+    def _values(self, part: Any) -> dict[str, Any]:
+        left_out = self.tables.get(id(part), TABLES - {"_buffers"})
+        return {key: (value, Reached(value).digest) for key, value in vars(part).items() if key not in left_out}
 
     def changed(self) -> str | None:
         for (name, part), before in zip(self.things, self.values, strict=True):
@@ -97,18 +100,54 @@ class Attributes:
         return None
 
 
-def _inside(value: Any) -> Any:
-    """The members of a container, which may be changed in place; a tensor's version."""
-    if isinstance(value, torch.Tensor):
-        return [value._version]
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return list(value) if isinstance(value, list | set | tuple) else []
-
-
-def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+def _same(before: tuple[Any, bytes], now: tuple[Any, bytes]) -> bool:
     (a, inside), (b, later) = before, now
-    if a is not b and not (isinstance(a, PLAIN) and type(a) is type(b) and a == b):
-        return False
-    return len(inside) == len(later) and all(p is q or (isinstance(p, PLAIN) and p == q)
-                                             for p, q in zip(inside, later, strict=True))  # fmt: skip
+    if isinstance(a, PLAIN):
+        return type(a) is type(b) and bool(a == b or a is b)
+    return a is b and inside == later
+
+
+class Reached:
+    """All that can be reached from `value`, however deep: a list in a dict, an object's attributes, a counter, a generator.
+
+    Attributes:
+        digest: another one when anything of it has been changed in place. Functions and classes count as they are, modules
+            too (each is looked at by itself).
+        tensors: that were met.
+    """
+
+    def __init__(self, value: Any):
+        self.tensors: list[torch.Tensor] = []
+        found, todo, seen = blake2b(), [value], {}  # type: ignore[var-annotated]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, which can be taken apart up to Python 3.13
+            while todo:
+                thing = todo.pop()
+                if isinstance(thing, PLAIN):
+                    found.update(thing if isinstance(thing, bytes) else f"{thing!r},".encode())
+                    continue
+                told, members = (b"", []) if id(thing) in seen else self._apart(thing)
+                number, _ = seen.setdefault(id(thing), (len(seen), thing))  # kept: its id is nobody else's meanwhile
+                found.update(f"{type(thing).__name__} {number} {len(members)}".encode() + told)
+                todo += members
+        self.digest = found.digest()
+
+    def _apart(self, thing: Any) -> tuple[bytes, list[Any]]:
+        """(what it says of itself, what else is in it)."""
+        name = str(id(thing)).encode()
+        if isinstance(thing, torch.Tensor):
+            self.tensors.append(thing)
+            return name + b" %d" % thing._version, []
+        if isinstance(thing, torch.Generator):
+            return thing.get_state().numpy().tobytes(), []
+        if isinstance(thing, AS_THEY_ARE):
+            return name, []
+        if isinstance(thing, dict | list | tuple | set | frozenset) and not hasattr(thing, "__dict__"):
+            return b"", [*thing, *(thing.values() if isinstance(thing, dict) else ())]
+        try:
+            reduced = thing.__reduce_ex__(4)
+        except Exception:  # a lock, say
+            return name, [getattr(thing, "__dict__", None)]
+        if isinstance(reduced, str):
+            return name, []
+        return b"", [*reduced[:3], *(list(more or ()) for more in reduced[3:5])]
