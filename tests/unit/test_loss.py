@@ -215,3 +215,11 @@ def test_weights_that_are_not_one_for_each_class_are_named(tmp_path: Path, task:
     words = (f"task={task}", "model=linear", "logger=none", "loss.class_weights=[1,2]")
     with pytest.raises(ConfigError, match=r"loss\.class_weights=\[1\.0, 2\.0\]: has 2 weights, and the model 10 classes"):
         run.run_job(plain(*words), tmp_path, Ranks())
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_plan_says_in_one_line_that_the_loss_takes_no_such_output(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"loss\.name=mse: the loss cannot take .*float32 \[48, 10\], with targets int64 \[48\]"
+    ):
+        run.run_job(plain("task=plan", "model=linear", "logger=none", "loss=mse"), tmp_path, Ranks())

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.config import Config
-from isobatch.data import Splits
+from isobatch.data import Split, Splits
 from isobatch.data.device import ToDevice
 from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Request, Samples
-from isobatch.errors import JobFailed
+from isobatch.errors import ConfigError, JobFailed, kind_and_reason
 from isobatch.given import mean_of
 from isobatch.planner.cost import Measured
 from isobatch.planner.estimate import SavedTensor, saved_tensors
@@ -58,6 +58,25 @@ def explained(error: BaseException, rank: int) -> BaseException:
         more += " more were wanted)"
     return JobFailed(f"{where}out of memory{more}; set batch.micro=auto or to fewer samples, or make the model, its images or "
                      "the data smaller")  # fmt: skip
+
+
+def unfit_output(loss: str, whose: str, split: Split, output: Tree, targets: Tree, error: Exception) -> Exception:
+    """What is raised where the criterion `loss` fails at a model's output: one line, but for want of memory."""
+    if is_out_of_memory(error):
+        return error
+    return ConfigError("loss.name", loss, f"{whose} cannot take the model's output, {form(output)}, with targets "
+                       f"{form(targets)}, as of {split.describe(0)} ({kind_and_reason(error, 160)})",
+                       "return one tensor of class scores and class numbers (int64), or set a loss for them")  # fmt: skip
+
+
+def form(value: Any) -> str:
+    """The types and shapes of a tree of tensors, for a person."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    inner = ", ".join(form(v) for v in (value.values() if isinstance(value, dict) else value)) if isinstance(
+        value, dict | list | tuple) else ""  # fmt: skip
+    name = "list" if isinstance(value, list) else type(value).__name__
+    return f"a {name}" + (f" of {inner}" if inner else "")
 
 
 class Trial:
@@ -167,8 +186,15 @@ class Trial:
 
     def _loss(self, inputs: Tree, targets: Tree) -> Tensor:
         output = forward(self.working.module, inputs, self.precision())
-        loss: Tensor = self.scaler.scale(mean_of(self.criterion(output, targets)))
-        return loss
+        try:
+            found = mean_of(self.criterion(output, targets))
+        except (ConfigError, JobFailed):
+            raise
+        except Exception as error:
+            loss: Any = self.config.loss
+            raise unfit_output(loss.name, "the loss", self.splits.train, output, targets, error) from error
+        scaled: Tensor = self.scaler.scale(found)
+        return scaled
 
     def _clear(self) -> None:
         for parameter in self.working.module.parameters():

@@ -28,7 +28,7 @@ from isobatch.evaluate.views import averaged
 from isobatch.given import Given, Sum, taken_apart
 from isobatch.metrics.base import Metric
 from isobatch.parallel.unused import unnoticed
-from isobatch.planner.trial import is_out_of_memory
+from isobatch.planner.trial import form, is_out_of_memory, unfit_output
 from isobatch.precision.forward import forward
 from isobatch.runtime import modes
 from isobatch.runtime.randomness import isolated_generators
@@ -165,10 +165,10 @@ class Rehearsal:
                 except ConfigError:
                     raise
                 except Exception as error:
-                    raise self._unfit_output(which, split, output, targets, error) from error
+                    raise unfit_output(self.loss.name, f"the {which}'s loss", split, output, targets, error) from error
         self._check(given)
         if which == "training" and not given.value.requires_grad:
-            raise ConfigError("model.name", self.model.name, f"no trainable weight has a part in its output, {_form(output)}, "
+            raise ConfigError("model.name", self.model.name, f"no trainable weight has a part in its output, {form(output)}, "
                               "or the loss lets no gradient through", "leave out detach(), item() and argmax")  # fmt: skip
         if which == "training":
             self.given = given
@@ -191,13 +191,13 @@ class Rehearsal:
         """What a criterion gives are single numbers, and a count counts."""
         name = self.loss.name
         if not isinstance(given.value, Tensor) or given.value.ndim:
-            raise ConfigError("loss.name", name, f"gives {_form(given.value)}, and a loss is one number",
+            raise ConfigError("loss.name", name, f"gives {form(given.value)}, and a loss is one number",
                               "return the mean over the samples, or isobatch.Sum(total, count)")  # fmt: skip
         for key, value in (("count", given.elements), *given.named.items()):
             for part in (value.total, value.count) if isinstance(value, Sum) else (value,):
                 single = part.ndim == 0 if isinstance(part, Tensor) else isinstance(part, int | float)
                 if part is not None and not single:
-                    raise ConfigError("loss.name", name, f"gives {_form(part)} as {key}, which is no single number",
+                    raise ConfigError("loss.name", name, f"gives {form(part)} as {key}, which is no single number",
                                       "return numbers, or tensors without a dimension")  # fmt: skip
         if given.elements is not None and not float(given.elements) >= 0:
             raise ConfigError("loss.name", name, f"gives a Sum over {float(given.elements):g} elements", "count them from 0 on")
@@ -216,15 +216,8 @@ class Rehearsal:
             way_out = f"set +model.kwargs.img_size={size}, or data.image_size to what it takes"
         if isinstance(inputs, Tensor) and inputs.dtype != torch.float32:
             way_out = "let the dataset return float32 (images: uint8), or choose a model for such inputs"
-        return ConfigError(key, value, f"the model cannot take the {which}'s inputs, {_form(inputs)}, as of "
+        return ConfigError(key, value, f"the model cannot take the {which}'s inputs, {form(inputs)}, as of "
                            f"{split.describe(0)} ({_told(error)})", way_out)  # fmt: skip
-
-    def _unfit_output(self, which: str, split: Split, output: Any, targets: Any, error: Exception) -> Exception:
-        if is_out_of_memory(error):
-            return error
-        return ConfigError("loss.name", self.loss.name, f"the {which}'s loss cannot take the model's output, "
-                           f"{_form(output)}, with targets {_form(targets)}, as of {split.describe(0)} ({_told(error)})",
-                           "return one tensor of class scores and class numbers (int64), or set a loss for them")  # fmt: skip
 
 
 def kept_wider(average: Any, model: nn.Module) -> nn.Module | None:
@@ -250,15 +243,6 @@ def rehearse(config: Any, module: nn.Module, splits: Splits, device: torch.devic
     given, seen = tree_map_only(Tensor, Tensor.detach, (rehearsal.given, rehearsal.evaluated))
     ignored = getattr(config.loss.evaluation(), "ignore_index", None)
     return given, seen, config.metrics.build(*seen, splits.info.num_classes, ignored)
-
-
-def _form(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    inner = ", ".join(_form(v) for v in (value.values() if isinstance(value, dict) else value)) if isinstance(
-        value, dict | list | tuple) else ""  # fmt: skip
-    name = "list" if isinstance(value, list) else type(value).__name__
-    return f"a {name}" + (f" of {inner}" if inner else "")
 
 
 def _told(error: Exception) -> str:
