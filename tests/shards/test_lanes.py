@@ -283,7 +283,8 @@ def unseen(x: Tensor) -> Tensor:
 OWN = {
     "noise": lambda: noisy, "checkpointed": Again, "attribute": lambda: Counting("attribute"), "list": lambda: Counting("list"),
     **{where: partial(Counting, where) for where in ("nested", "object", "iterator")}, "linked": Linked,
-    "buffer": lambda: Counting("buffer"), "hooked": Hooked, "uncopied": Uncopied, "twice": Twice, "unseen": lambda: unseen,
+    "buffer": lambda: Counting("buffer"), "hooked": Hooked, "uncopied": Uncopied, "twice": Twice,
+    "under": lambda: Under(), "unseen": lambda: unseen,
     "thread": lambda: lambda x: x * (1 + 1e-3 * in_a_lane()),
     "inputs": lambda: lambda x: x,
     "python": lambda: lambda x: x * (1 + random.random()), "numpy": lambda: lambda x: x * (1 + float(numpy.random.rand())),
@@ -368,6 +369,22 @@ def test_a_weight_that_autocast_makes_half_twice_runs_one_shard_at_a_time(tmp_pa
     train(tmp_path / "1", *own("twice", "precision=bf16"), "threads=1")
     assert same(training(state_of(tmp_path / "2")), training(state_of(tmp_path / "1")))
     assert at_once(tmp_path / "fp32", *own("twice"), "threads=2") == 3
+
+
+class Under(Twice):
+    """With an autocast of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_an_autocast_of_the_models_own_keeps_its_bits(tmp_path: Path) -> None:
+    words = own("under", "optimizer.lr=0.1")
+    for count in ("1", "null", "2"):  # null: too quick a shard for threads
+        assert at_once(tmp_path / count, *words, f"threads={count}") == 0
+        assert torch.is_autocast_cache_enabled()
+        assert same(training(state_of(tmp_path / count)), training(state_of(tmp_path / "1"))), count
 
 
 def test_weights_that_move_or_are_frozen_meanwhile_are_the_ones_that_are_trained(tmp_path: Path) -> None:

@@ -140,15 +140,20 @@ class Uncached:
     @contextmanager
     def autocast(self, device: torch.device) -> Iterator[None]:
         with self.precision.autocast(device):
-            torch.set_autocast_cache_enabled(False)  # put back by the autocast around
-            yield
+            before = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+            try:
+                yield
+            finally:
+                torch.set_autocast_cache_enabled(before)
 
 
-def cast_twice(lane: Lane, parts: Parts, micro: MicroBatch) -> str | None:
+def cast_twice(lane: Lane, parts: Parts, micro: MicroBatch, own: bool) -> str | None:
     """A weight that autocast makes half more than once in a forward; None: there is none. With its half kept over the forward
-    its gradients are added in half, without in fp32, so its bits depend on the cache that lanes cannot have."""
+    its gradients are added in half, without in fp32, so its bits depend on the cache that lanes cannot have. `own`:
+    code of somebody's own runs in it, which may hold an autocast."""
     with parts.precision.autocast(parts.device):
-        if not (torch.is_autocast_enabled(parts.device.type) and torch.is_autocast_cache_enabled()):
+        if not (own or (torch.is_autocast_enabled(parts.device.type) and torch.is_autocast_cache_enabled())):
             return None
     counted = Casts(lane.own)
     lane._seed(0, micro.shards)

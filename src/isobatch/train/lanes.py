@@ -147,7 +147,7 @@ class LaneSteps:
             lanes = self._built(state, parts)
             for lane in lanes:
                 lane.refresh(parts)
-            if (name := cast_twice(lanes[0], parts, _copied(micro))) is not None:
+            if (name := cast_twice(lanes[0], parts, _copied(micro), self.host)) is not None:
                 return [], f"uses {name} twice in a forward, under autocast"
             results, problem = self._all_at_once(lanes, state, parts, step, micro)
             if problem is None and (took := self._seconds(lanes[0], state, parts, step, micro)) < self.least_s:
