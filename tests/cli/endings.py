@@ -174,7 +174,7 @@ ENDINGS = (
         (1, 1, 1, 1),
         "failed",
         ("", "pid and signal"),
-        held_by="tests/unit/test_streams_and_tasks.py::test_a_worker_that_is_lost_is_one_line",
+        held_by="tests/console/test_streams_and_tasks.py::test_a_worker_that_is_lost_is_one_line",
     ),
     Ending(
         "a device dies",
@@ -195,16 +195,16 @@ ENDINGS = (
         (1, 1, 1, 1),
         "failed",
         ("", "how much more was wanted, and `batch.micro`"),
-        held_by="tests/unit/test_outcome.py::test_a_run_that_needs_more_memory_than_there_is_fails_in_one_line",
+        held_by="tests/launch/test_outcome.py::test_a_run_that_needs_more_memory_than_there_is_fails_in_one_line",
     ),
     Ending(
         "a full disk while saving",
         (0, 0, 0, 0),
         "completed",
         ("", "a warning for each save; 1 and `failed` if the last one is lost"),
-        held_by="tests/unit/test_checkpoint_saving.py::test_a_failing_disk_is_one_warning_per_save_and_the_end_says_so",
+        held_by="tests/checkpoint/test_checkpoint_saving.py::test_a_failing_disk_is_one_warning_per_save_and_the_end_says_so",
     ),
-    Ending("a rule of `stop` or a search ends it", (0, 0, 0, 0), "early_stopped, ...", held_by="tests/unit/test_stop.py::"),
+    Ending("a rule of `stop` or a search ends it", (0, 0, 0, 0), "early_stopped, ...", held_by="tests/test_stop.py::"),
 )
 
 

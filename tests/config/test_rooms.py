@@ -306,3 +306,11 @@ def test_a_class_has_its_name_for_itself() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(path)
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def test_tests_lie_in_rooms_of_the_names_of_what_they_test() -> None:
+    apart = {"chaos", "compat", "equivalence", "gpu", "pretended", "repository", "warm"}  # through all rooms, and beside them
+    rooms = {path.stem for path in SRC.iterdir() if path.is_dir()}
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests"}
+    assert {folder.name for folder in folders} <= rooms | apart
+    assert all(folder.parent == ROOT / "tests" for folder in folders)

@@ -85,7 +85,7 @@ def test_29_without_the_package(tmp_path: Path) -> None:
     (tmp_path / "blocked" / "wandb.py").write_text("raise ImportError('blocked')\n")
     environ = {**bare_environ(tmp_path), "PYTHONPATH": str(tmp_path / "blocked")}
     words = [word for word in TINY if not word.startswith("logger.")]
-    done = command(*words, "steps=1", "logger=none", environ=environ)  # with logger=wandb: unit/test_logger.py
+    done = command(*words, "steps=1", "logger=none", environ=environ)  # with logger=wandb: logger/test_logger.py
     assert done.returncode == 0 and "evaluation at step 1" in done.stdout, done.stderr
 
 

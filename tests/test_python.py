@@ -22,7 +22,7 @@ import isobatch
 from isobatch.errors import ConfigError
 from isobatch.resume import rebuild
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ALIEN = ("PYTEST", "TORCHINDUCTOR")  # variables of the environment that pytest and torch's compiler set
 SHORT = ["logger=none", "model=mlp", "model.width=8", "threads=1", "epochs=null", "steps=2", "checkpoint.every_minutes=null"]
 

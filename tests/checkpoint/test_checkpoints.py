@@ -75,7 +75,7 @@ def test_case_18_no_wrapper_leaves_its_prefix_and_every_mode_loads_every_other(t
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     setting = (*DIGITS, "steps=2", "eval_every=2", "batch.micro=24", "ema=ema", "reduction=exact", "model.norm=true")
     modes = {"single": (), "dp": ("parallel=dp",), "compile": ("compile=true",)}
-    together = {"ddp": (), "ddp-compile": ("compile=true",)}  # fsdp adds in another order: unit/test_sharding.py
+    together = {"ddp": (), "ddp-compile": ("compile=true",)}  # fsdp adds in another order: parallel/test_sharding.py
     for name, words in modes.items():
         train(tmp_path / name, *setting, *words)
 
