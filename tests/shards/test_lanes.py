@@ -371,6 +371,16 @@ def test_a_weight_that_autocast_makes_half_twice_runs_one_shard_at_a_time(tmp_pa
     assert at_once(tmp_path / "fp32", *own("twice"), "threads=2") == 3
 
 
+def test_lanes_of_code_of_ones_own_have_to_be_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr("isobatch.runtime.cores.usable", lambda: 2)
+    monkeypatch.setattr(lanes_.LaneSteps, "_seconds", lambda *_: 0.1)
+    with caplog.at_level(logging.INFO, "isobatch"):
+        assert at_once(tmp_path / "null", *own("twice"), "threads=null") == 0
+    assert "is code of your own, which may keep something from shard to shard" in caplog.text
+    assert at_once(tmp_path / "2", *own("twice"), "threads=2") == 3
+
+
 class Under(Twice):
     """With an autocast of its own."""
 
@@ -379,8 +389,9 @@ class Under(Twice):
             return super().forward(x).float()
 
 
-def test_an_autocast_of_the_models_own_keeps_its_bits(tmp_path: Path) -> None:
+def test_an_autocast_of_the_models_own_keeps_its_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = own("under", "optimizer.lr=0.1")
+    monkeypatch.setattr("isobatch.planner.sharing.owns_code", lambda *_: False)
     for count in ("1", "null", "2"):  # null: too quick a shard for threads
         assert at_once(tmp_path / count, *words, f"threads={count}") == 0
         assert torch.is_autocast_cache_enabled()

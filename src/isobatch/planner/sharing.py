@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from isobatch.planner.hooks import without_global_hooks
 from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.runtime import hardware
 from isobatch.runtime.distributed import Ranks
-from isobatch.runtime.randomness import TORCH_ALONE
+from isobatch.runtime.randomness import TORCH_ALONE, code_of, draws_on_host
 from isobatch.shards.layout import Layout
 from isobatch.shards.trial import Findings, examine, known
 
@@ -80,7 +80,17 @@ def without_lanes(config: Config, model: nn.Module, device: torch.device, thread
         return f"profile={config.profile.name} looks at one at a time"
     if config.sweep.tolerance is not None:
         return "sweep.tolerance compares what every module gives, one shard at a time"
+    if config.threads is None and owns_code(config, model):
+        return ("the model or the loss is code of your own, which may keep something from shard to shard: if it keeps nothing, "
+                "threads=2 runs two at a time")  # fmt: skip
     return hooked(model)
+
+
+def owns_code(config: Config, model: nn.Module) -> bool:
+    """Whether a forward runs code that is neither torch's nor timm's nor ours."""
+    loss: Any = config.loss
+    factory = getattr(loss, "factory", None)
+    return draws_on_host(code_of(model, loss.build(), *([factory] if factory else [])))
 
 
 def hooked(model: nn.Module) -> str | None:
