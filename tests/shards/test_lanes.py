@@ -331,6 +331,7 @@ REASONS = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support will be removed from itertools")
 @pytest.mark.parametrize("name", REASONS)
 def test_a_model_that_threads_cannot_share_runs_one_shard_at_a_time_and_says_why(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
