@@ -103,7 +103,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the process that hands out the tests runs none
     for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-        if signal.getsignal(number) is signal.SIG_IGN:  # under nohup, or behind a shell's &: what tests start would ignore it too
+        if (
+            signal.getsignal(number) is signal.SIG_IGN
+        ):  # under nohup, or behind a shell's &: what tests start would ignore it too
             signal.signal(number, usual)
     gc.disable()  # until the tests are collected: a sixth of the imports' time
     import torch

@@ -104,17 +104,23 @@ def test_several_tasks_of_srun_are_ranks_and_one_process_among_them_is_refused(t
     assert codes[0].code == 2 and "was started as 2 ranks" in codes[0].err and codes[1].code == 2
 
 
-def test_ranks_that_never_arrive_are_named_and_a_signal_ends_the_wait(tmp_path: Path) -> None:
-    def first_of_three(*words: str) -> Started:  # port 0: any that is free
-        return Started([*COMMAND, "parallel=ddp", *words], tmp_path, keep={
-            "RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0"})  # fmt: skip
+def first_of_three(folder: Path, *words: str) -> Started:
+    """Port 0: any that is free."""
+    return Started([*COMMAND, "parallel=ddp", *words], folder, keep={
+        "RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # fmt: skip
 
-    ended = first_of_three("parallel.timeout_s=15", "hydra.run.dir=run").ended()
+
+def test_ranks_that_never_arrive_are_named(tmp_path: Path) -> None:
+    ended = first_of_three(tmp_path, "parallel.timeout_s=15", "hydra.run.dir=run").ended()
     line = "ranks 1, 2 of 3 did not arrive within 15 s: every node has to start its own"
     assert ended.code == 1 and ended.own_lines() == [f"isobatch: {line}"]
     assert summary(tmp_path / "run")["error"] == line
-    waiting = first_of_three("hydra.run.dir=other")
-    waiting.wait_for(tmp_path / "other/.hydra")  # the first thing that stands there, long before the wait
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_for_ranks(tmp_path: Path) -> None:
+    waiting = first_of_three(tmp_path, "hydra.run.dir=other")
+    waiting.wait_for(tmp_path / "other/.hydra")
+    time.sleep(10)  # nothing tells that it waits; before, a signal is another test's
     waiting.process.terminate()
     assert waiting.ended().code == 143 and summary(tmp_path / "other")["state"] == "stopped"
