@@ -153,7 +153,7 @@ ENDINGS = (
         (None, None, None, 1),
         "failed",
         ("", "names them, after `parallel.timeout_s` where it is typed (600 s)"),
-        held_by="tests/cli/test_endings.py::test_ranks_that_never_arrive_are_named_and_a_signal_ends_the_wait",
+        held_by="tests/cli/test_endings.py::test_ranks_that_never_arrive_are_named",
     ),
     Ending(
         "SIGKILL of the command",
