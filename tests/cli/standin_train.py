@@ -19,7 +19,16 @@ if __name__ == "__main__":
     if "STANDIN_EARLY" in os.environ:  # a signal, when this function is called
         signum, place = os.environ.pop("STANDIN_EARLY").split()
         module, name = importlib.import_module(place.partition(":")[0]), place.partition(":")[2]
-        function = getattr(module, name)
-        setattr(module, name, lambda *given: (signal.raise_signal(int(signum)), function(*given))[1])
+        function, lost = getattr(module, name), "STANDIN_LOST" in os.environ
+
+        class Raises:
+            def __del__(self):
+                signal.raise_signal(int(signum))
+
+        def early(*given):
+            Raises() if lost else signal.raise_signal(int(signum))
+            return function(*given)
+
+        setattr(module, name, early)
     launch.job.TARGET = "standin_ranks:run_job" if "parallel=ddp" in sys.argv else "standin:run_job"
     main()

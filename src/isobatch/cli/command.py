@@ -13,7 +13,6 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import hydra
@@ -60,7 +59,7 @@ def one_job(cfg: DictConfig) -> float | None:
     plain: dict[str, Any] = {}
     hydra_patches.STAMP.release(run_dir)
     try:
-        with lock.held(run_dir):
+        with lock.held(run_dir), launch.stops_settled(run_dir):
             with launch.settling(run_dir):
                 record(cfg, run_dir)
                 plain = plain_config(cfg, Path(job.runtime.cwd), job.overrides.task)
@@ -126,9 +125,9 @@ def main() -> None:
     for line in dotenv.read(Path.cwd()):
         to_stderr(f"isobatch: {line}")
     garbage.off()  # until run_job
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, launch.early)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
-        signal.signal(signal.SIGHUP, _terminated)
+        signal.signal(signal.SIGHUP, launch.early)
     logging.raiseExceptions = False  # a line that train.log cannot take (disk full) is no reason for a traceback
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # `imports=[my_models]` finds the user's own module from the console script too
@@ -169,10 +168,11 @@ def main() -> None:
         code = 128 + signal.SIGINT
         to_stderr(f"isobatch: {launch.EARLY}")
     except SystemExit as leaving:
+        launch.heard()
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
             to_stderr(leaving.code)
-        if isinstance(leaving, Terminated) and ranks_from_environment().is_main:
+        if isinstance(leaving, launch.Terminated) and ranks_from_environment().is_main:
             to_stderr(f"isobatch: {launch.EARLY}")
     finally:
         hydra_patches.STAMP.release()
@@ -218,11 +218,3 @@ def show_left_out(words: list[str]) -> None:
     lines = [line for key, line in saved.left_out.items() if key not in typed] if saved else []
     for line in [*lines[:MOST_TOLD], *([f"{len(lines) - MOST_TOLD} more settings"] if len(lines) > MOST_TOLD else [])]:
         to_stderr(f"isobatch: {line}")
-
-
-class Terminated(SystemExit):
-    """A signal at a moment when nobody trains."""
-
-
-def _terminated(signum: int, frame: FrameType | None) -> None:
-    raise Terminated(128 + signum)

@@ -85,7 +85,7 @@ def run_job(words: Sequence[str]) -> Path:
 def _run(cfg: DictConfig, run_dir: Path, cwd: Path, words: list[str]) -> None:
     from isobatch.cli.command import record
 
-    with lock.held(run_dir), _logged(run_dir):
+    with lock.held(run_dir), launch.stops_settled(run_dir), _logged(run_dir):
         record(cfg, run_dir)
         with launch.settling(run_dir):
             plain = plain_config(cfg, cwd, words)

@@ -18,16 +18,26 @@ from isobatch import config as configuration
 from isobatch import tasks
 from isobatch.errors import ConfigError, Stopped
 from isobatch.launch import devices, job, parent, spawn, torchrun
-from isobatch.launch.outcome import Outcome, RankFailed, RunFolder
-from isobatch.launch.signals import STOP
+from isobatch.launch.outcome import EARLY, Outcome, RankFailed, RunFolder
+from isobatch.launch.signals import STOP, Terminated, early, heard
 from isobatch.launch.torchrun import follow
 from isobatch.launch.watchdog import witnessed
 from isobatch.runtime.distributed import Ranks, joined, ranks_from_environment
 
-__all__ = ["STOP", "RankFailed", "finish", "follow", "run", "settling"]
+__all__ = [
+    "EARLY",
+    "STOP",
+    "RankFailed",
+    "Terminated",
+    "early",
+    "finish",
+    "follow",
+    "heard",
+    "run",
+    "settling",
+    "stops_settled",
+]
 
-
-EARLY = "stopped before training began"
 MOST_RANKS = 1024  # a typing error must not fill the process table
 
 
@@ -66,14 +76,30 @@ def settling(run_dir: Path) -> Iterator[RunFolder]:
     except KeyboardInterrupt:
         outcome = Outcome("stopped", line=EARLY, signum=signal.SIGINT)
     except SystemExit as leaving:  # SIGTERM at a moment when nobody trains
-        signum = leaving.code - 128 if isinstance(leaving.code, int) and leaving.code > 128 else signal.SIGTERM
-        outcome = Outcome("stopped", line=EARLY, signum=signum)
+        heard()
+        outcome = Outcome("stopped", line=EARLY, signum=_signal_of(leaving))
     except Exception as error:
         outcome = Outcome.of(error)
     folder.settle(outcome)
     if outcome.line == EARLY:  # of a stop while training its handler has spoken
         print(f"isobatch: {EARLY}", file=sys.stderr, flush=True)
     outcome.raise_unless_done()
+
+
+@contextmanager
+def stops_settled(run_dir: Path) -> Iterator[None]:
+    """Around `settling` and `run`: a stop that comes between the two stands in the folder too."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        heard()
+        signum = _signal_of(leaving) if isinstance(leaving, SystemExit) else signal.SIGINT
+        RunFolder(run_dir).settle(Outcome("stopped", line=EARLY, signum=signum))
+        raise
+
+
+def _signal_of(leaving: SystemExit) -> int:
+    return leaving.code - 128 if isinstance(leaving.code, int) and leaving.code > 128 else signal.SIGTERM
 
 
 def _run(plain: dict[str, Any], run_dir: Path) -> Outcome:

@@ -21,6 +21,8 @@ from isobatch.run_folder.reading import usable
 
 log = logging.getLogger(__name__)
 
+EARLY = "stopped before training began"
+
 # The keys of design's summary.json; a run that trained fills them itself.
 KEYS = ("state", "steps", "updates", "skipped_steps", "samples", "plan", "final", "best", "weights_sha256", "time")
 BLANK: dict[str, Any] = dict.fromkeys((*KEYS, "perf", "ranks", "error"))
@@ -151,7 +153,8 @@ class RunFolder:
     def _settle_summary(self, outcome: Outcome) -> None:
         written = self._stamp() != self._before
         if not written:
-            if outcome.kind != "refused" or self._read().get("state") not in layout.DONE:
+            nothing_done = outcome.kind == "refused" or outcome.line == EARLY
+            if not nothing_done or self._read().get("state") not in layout.DONE:
                 self._write({**BLANK, "state": "stopped" if outcome.kind == "stopped" else "failed",
                              "error": outcome.line})  # fmt: skip
             return

@@ -16,6 +16,41 @@ from types import FrameType
 ECHO_S = 1.0
 
 
+AGAIN_S = 0.5  # until a signal that ended nothing is raised again
+
+
+class Terminated(SystemExit):
+    """A signal at a moment when nobody trains."""
+
+
+_early: list[int] = []  # the signal that asks for an end and of which nobody has heard so far
+
+
+def early(signum: int, frame: FrameType | None) -> None:
+    """The handler of a process that does not train yet: raised where it stands, until somebody says `heard`.
+
+    What a handler raises is lost where the interpreter calls back (a weak reference, a `__del__`) and where a library takes all
+    that is raised for its own trouble; what would follow is a wait of minutes for other ranks.
+    """
+    _early[:] = [signum]
+    signal.signal(signal.SIGALRM, _once_more)
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+    raise Terminated(128 + signum)
+
+
+def _once_more(alarm: int, frame: FrameType | None) -> None:
+    if _early:
+        early(_early[0], frame)
+
+
+def heard() -> int:
+    """The early signal, 0 for none; it is not raised again."""
+    if not _early:
+        return 0
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return _early.pop()
+
+
 class StopFlag:
     """Remembers the first request to stop; the second one stops at once.
 
@@ -37,7 +72,7 @@ class StopFlag:
         (SLURM's warning: `--signal=USR1@120`) unless somebody else does, inside the block. Needs the main thread, else does
         nothing.
         """
-        self.requested, self.since = 0, 0.0
+        self.requested, self.since = heard(), 0.0
         self._quiet, self._owner = quiet, os.getpid()
         if threading.current_thread() is not threading.main_thread():
             yield self

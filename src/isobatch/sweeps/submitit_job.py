@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from isobatch import hydra_patches, launch
@@ -39,7 +38,7 @@ class SubmittedJob:
         if self.slot is not None:
             os.setsid()  # Ctrl-C reaches the sweep, which tells its jobs
             self.slot.enter()
-        signal.signal(signal.SIGTERM, _terminated)
+        signal.signal(signal.SIGTERM, launch.early)
         if self.parent:
             end_with(self.parent)
         import submitit
@@ -55,6 +54,7 @@ class SubmittedJob:
             code = int(result.status.name != "COMPLETED")
             return result
         except SystemExit as leaving:
+            launch.heard()
             code = leaving.code if isinstance(leaving.code, int) else 1
             raise
         finally:
@@ -129,7 +129,3 @@ def end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _terminated(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
