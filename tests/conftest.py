@@ -123,6 +123,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture
+def tables_as_before() -> Iterator[None]:
+    """For tests that register parts of their own: no other test finds them."""
+    from isobatch.config import TABLES
+
+    before = {group: dict(table) for group, table in TABLES.items()}
+    yield
+    for group, table in TABLES.items():
+        table.clear()
+        table.update(before[group])
+
+
+@pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """A machine with pretended GPUs (see pretended/): one, or as many as `@pytest.mark.gpu_pretended(3)` says.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,14 @@ from torch import nn
 
 import isobatch
 from isobatch import data, model, sampler
-from isobatch.config import TABLES, options
+from isobatch.config import options
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
 
 
-@pytest.fixture(autouse=True)
-def _tables_as_before() -> Iterator[None]:
-    before = {group: dict(table) for group, table in TABLES.items()}
-    yield
-    for group, table in TABLES.items():
-        table.clear()
-        table.update(before[group])
+pytestmark = pytest.mark.usefixtures("tables_as_before")
 
 
 def test_a_plain_function_becomes_options_with_kwargs() -> None:

@@ -8,7 +8,7 @@ import json
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import isobatch
 from isobatch import run
 from isobatch.batch_plan import Batch
-from isobatch.config import TABLES, load
+from isobatch.config import load
 from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Request
 from isobatch.errors import JobFailed
@@ -48,13 +48,7 @@ SMALL = (*BASE, "reduction=exact", "epochs=null", "steps=3", "eval_every=3", "lo
 RICH = (*SMALL, "model.norm=true", "model.drop_rate=0.3")
 
 
-@pytest.fixture(autouse=True)
-def _tables_as_before() -> Iterator[None]:
-    before = {group: dict(table) for group, table in TABLES.items()}
-    yield
-    for group, table in TABLES.items():
-        table.clear()
-        table.update(before[group])
+pytestmark = pytest.mark.usefixtures("tables_as_before")
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:

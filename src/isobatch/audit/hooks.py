@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def wanted(config: Any, training: Training, lanes: list[torch.device], generators: list[torch.Generator],
            withdraw: Callable[[], str]) -> Hook | None:  # fmt: skip
     """What the windows of `training` go through; None = nothing."""
-    twice = determinism.heard(repeat.wanted(config, training.ranks, lanes), training.ranks, training.files)
+    twice = determinism.heard(repeat.wanted(config, training.ranks, lanes, training.lane_steps), training.ranks, training.files)
     return in_turn(twice, config.audit.build(training, generators, withdraw))
 
 

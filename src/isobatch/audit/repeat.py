@@ -29,6 +29,7 @@ from isobatch.runtime.randomness import ShardSeeder, isolated_generators
 
 if TYPE_CHECKING:
     from isobatch.data.feed import MicroBatch, WindowData
+    from isobatch.train.lanes import LaneSteps
     from isobatch.train.state import TrainState
     from isobatch.train.step import Parts
 
@@ -45,12 +46,14 @@ class Repeat:
         promise: what would not hold, as the user asked for it (`reduction=exact`).
         tolerance: largest relative distance of two runs that is a warning only; 0 = to the bit.
         generators: of the devices that shards run on, beside the CPU's.
+        lane_steps: what runs shards at the same time; None: nothing does.
     """
 
     promise: str
     ranks: Ranks
     tolerance: float = 0.0
     generators: list[torch.Generator] = field(default_factory=list)
+    lane_steps: LaneSteps | None = None
 
     def __call__(self, state: TrainState, parts: Parts, windows: Iterator[WindowData]) -> Iterator[WindowData]:
         """`windows`, whose first one has been looked at. A collective.
@@ -71,8 +74,8 @@ class Repeat:
         one, two = (self._run(state, parts, data, first, byte) for byte in (NAN, FINITE))
         found = compare(one, two)
         if not self.ranks.agree(found is not None):
-            if first is not None and hasattr(parts.micro_step, "tried"):
-                self._lanes(state, parts, data.window.step, first, one)
+            if first is not None and self.lane_steps is not None:
+                self._lanes(self.lane_steps, state, parts, data.window.step, first, one)
             return
         # a forward with all the hooks is a collective where weights are gathered: all ranks take part
         hooked = [self._run(state, parts, data, first, byte, Diary(parts.working.module)) for byte in (NAN, FINITE)]
@@ -85,9 +88,9 @@ class Repeat:
         if self.ranks.is_main:
             log.warning("%s; sweep.tolerance allows as much", line)
 
-    def _lanes(self, state: TrainState, parts: Parts, step: int, first: MicroBatch, alone: KeptShard) -> None:
+    def _lanes(self, lanes: LaneSteps, state: TrainState, parts: Parts, step: int, first: MicroBatch,
+               alone: KeptShard) -> None:  # fmt: skip
         """Shards that are run at once have the bits of one alone, or are run one at a time from now on (on this rank)."""
-        lanes: Any = parts.micro_step
         with unchanged(state, parts, self.generators), parts.reducer.aside(first):
             results, problem = lanes.tried(state, parts, step, replace(first, is_first=True, is_last=True))
         for result in results:
@@ -193,11 +196,13 @@ def unchanged(state: TrainState, parts: Parts, generators: list[torch.Generator]
                 setattr(module, name, number)
 
 
-def wanted(config: Any, ranks: Ranks, lanes: list[torch.device]) -> Callable[..., Iterator[WindowData]] | None:
+def wanted(config: Any, ranks: Ranks, lanes: list[torch.device],
+           lane_steps: LaneSteps | None = None) -> Callable[..., Iterator[WindowData]] | None:  # fmt: skip
     """The question where `config` promises equal bits, or a sweep compares its jobs; None where nobody counts on them."""
     generators = ShardSeeder(config.seed, lanes).all
     if config.reduction.exact or config.deterministic:
-        return Repeat("reduction=exact" if config.reduction.exact else "deterministic=true", ranks, 0.0, generators)
+        promise = "reduction=exact" if config.reduction.exact else "deterministic=true"
+        return Repeat(promise, ranks, 0.0, generators, lane_steps)
     if config.sweep.tolerance is not None:
         return Repeat(f"sweep.tolerance={config.sweep.tolerance:g}", ranks, config.sweep.tolerance, generators)
     return None

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from isobatch.data.feed import MicroBatch, WindowData
     from isobatch.run_folder.files import RunFiles
     from isobatch.runtime.distributed import Ranks
+    from isobatch.train.lanes import LaneSteps
     from isobatch.train.state import TrainState
     from isobatch.train.step import Parts
 
@@ -46,3 +47,6 @@ class Training(Protocol):
 
     @property
     def files(self) -> RunFiles: ...
+
+    @property
+    def lane_steps(self) -> LaneSteps | None: ...

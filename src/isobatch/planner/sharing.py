@@ -89,8 +89,12 @@ def without_lanes(config: Config, model: nn.Module, device: torch.device, thread
 def owns_code(config: Config, model: nn.Module) -> bool:
     """Whether a forward runs code that is neither torch's nor timm's nor ours."""
     loss: Any = config.loss
-    factory = getattr(loss, "factory", None)
-    return draws_on_host(code_of(model, loss.build(), *([factory] if factory else [])))
+    return draws_on_host(forward_code(config, model, loss.build()))
+
+
+def forward_code(config: Config, model: nn.Module, criterion: Any) -> list[Any]:
+    """What runs in a forward and its loss (see code_of), the function that makes a loss of one's own with it."""
+    return code_of(model, criterion, *filter(None, [getattr(config.loss, "factory", None)]))
 
 
 def hooked(model: nn.Module) -> str | None:

@@ -24,7 +24,6 @@ from isobatch.run_folder.summary import summarize
 from isobatch.runtime import accelerator, garbage
 from isobatch.runtime.distributed import Ranks
 from isobatch.tasks import Work
-from isobatch.train.lanes import LaneSteps
 from isobatch.train.loop import Loop
 from isobatch.train.showing import Showing
 
@@ -134,8 +133,8 @@ class Run:
         if self.loop is not None:
             for source in (self.loop.feed.source, self.loop.evaluator.source):
                 source.close()
-            if isinstance(self.loop.parts.micro_step, LaneSteps):
-                self.loop.parts.micro_step.close()
+            if self.loop.lane_steps is not None:
+                self.loop.lane_steps.close()
             if not isinstance(error, KeyboardInterrupt):
                 self.loop.checkpointer.join()
         summary = summarize(self, ending, error)

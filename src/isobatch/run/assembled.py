@@ -16,6 +16,7 @@ from isobatch.launch.outcome import give_up
 from isobatch.launch.signals import STOP
 from isobatch.launch.withdrawal import withdraw
 from isobatch.logger import Logger
+from isobatch.planner.sharing import forward_code
 from isobatch.reduction import elements
 from isobatch.resume import teacher
 from isobatch.run.planned import Planned
@@ -90,12 +91,13 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         resume.adopt(checkpointer)
     lanes = config.parallel.lane_devices(device)
     criterion = config.loss.build()
-    code = randomness.code_of(working.module, criterion, *filter(None, [getattr(config.loss, "factory", None)]))
+    code = forward_code(config, working.module, criterion)
     seed = ShardSeeder(config.seed, lanes, randomness.draws_on_host(code), randomness.draws(code))
     if sharing.at_once > 1 and config.loss.couples(criterion):
         criterion, prepare = EachShard(criterion, config.loss.averages), handed_on(prepare)
+    lane_steps = None
     if sharing.lanes > 1 and trains:
-        micro_step = LaneSteps(sharing.lanes, config.seed, reducer, seed.host, 0.0 if config.threads else QUICK_S)
+        micro_step = lane_steps = LaneSteps(sharing.lanes, config.seed, reducer, seed.host, 0.0 if config.threads else QUICK_S)
         prepare = undisturbed(prepare)
     apart: SideBySide | Fingerprint = SideBySide(config.seed, lanes, sharing.apart, plan.batch.shard)
     if config.sweep.tolerance is not None:  # equal training is asked for: fingerprints explain a difference
@@ -130,6 +132,7 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if config.eval_every else plan.ahead,
         profiler=config.profile.build(run_dir, ranks, device), stop_requested=STOP.asked,
         pace=pace.watched(config, state, ranks, device), chain=rules.chain,
+        lane_steps=lane_steps,
     )  # fmt: skip
     loop.audit = hooks.wanted(config, loop, lanes, seed.all, withdraw)
     return loop

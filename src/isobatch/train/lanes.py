@@ -33,6 +33,9 @@ from isobatch.train.step import micro_step
 from isobatch.train.unseen import WAY_OUT, Attributes, Buffers, Generators, GivenInputs, Shared
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from isobatch.audit.diagnosis import Diary
     from isobatch.data.feed import MicroBatch
     from isobatch.train.state import TrainState
     from isobatch.train.step import Parts
@@ -205,10 +208,10 @@ def _copied(micro: MicroBatch) -> MicroBatch:
 class Tried:
     """What a lane made of a shard, by name, as audit/diagnosis.py compares it."""
 
-    diary = None
-
     def __init__(self, lane: Lane, shard: Shard):
-        self.working, self.loss = lane.module, shard.loss
+        self.working: Module = lane.module
+        self.diary: Diary | None = None
+        self.loss: Tensor | None = shard.loss
         named = zip(lane.module.named_parameters(), shard.gradients, strict=True)
         self.gradients = {name: g.to_dense() if g.layout != torch.strided else g for (name, _), g in named if g is not None}
         self.buffers = {name: buffer.detach() for name, buffer in lane.module.named_buffers()}

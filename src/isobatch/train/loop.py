@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from isobatch.train.pace import Pace
 from isobatch.train.polling import StopPoll
 from isobatch.train.state import TrainState
 from isobatch.train.step import Parts, train_step
+
+if TYPE_CHECKING:
+    from isobatch.train.lanes import LaneSteps
 
 
 @dataclass
@@ -82,6 +85,7 @@ class Loop:
     chain: Chain = field(default_factory=Chain)
     ending: Ending | None = None  # how a rule has ended the run before its length was up
     pace: Pace | None = None
+    lane_steps: LaneSteps | None = None  # the micro step in `parts`, where shards run at the same time
     clock: Clock = field(default_factory=Clock)
     trained_samples: int = 0
     watch: LossWatch = field(default_factory=LossWatch)
