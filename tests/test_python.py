@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
 import re
@@ -104,6 +105,32 @@ def test_preprocessing_is_the_evaluations(tmp_path: Path) -> None:
     bare = TrainedModel(rebuild.Trained(network, rebuild.DataInfo("x", (7,)), {}, "numbers"), None)
     with pytest.raises(ValueError, match="numbers takes inputs of shape"):
         bare.preprocess(file)
+
+
+def test_the_views_of_a_run_are_averaged_as_task_predict_does(tmp_path: Path) -> None:
+    """Mirrored ones, a center and corners, of the run itself or asked for."""
+    photos = tmp_path / "photos"
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (photos / split / name).mkdir(parents=True)
+            for i in range(2):
+                Image.effect_noise((24, 20), 90 + i).convert("RGB").save(photos / split / name / f"{i}.png")
+    trained = isobatch.train([*SHORT, "data=image_folder", f"data.root={photos}", "data.image_size=8", "data.eval_size=12",
+                              "data.num_workers=0", "batch.effective=4", "batch.shard=4", "evaluate.views=ten",
+                              f"hydra.run.dir={tmp_path}/run"]).folder  # fmt: skip
+    files = sorted((photos / "val").rglob("*.png"))
+    model = isobatch.load(trained, "last")
+    told = {}
+    for views in ("ten", "five"):
+        table = isobatch.train(["task=predict", f"resume={trained}", f"predict.path={photos / 'val'}", f"evaluate.views={views}",
+                                "predict.top=2", "logger=none", f"hydra.run.dir={tmp_path}/{views}"]).folder  # fmt: skip
+        lines = csv.DictReader((table / "predictions.csv").read_text().splitlines())
+        told[views] = [float(line["probability"]) for line in lines]
+        found = model.predict(files, views=None if views == "ten" else views)
+        assert [answers[0][1] for answers in found] == pytest.approx(told[views], abs=1e-6)
+    assert model.views == "ten" and told["ten"] != told["five"]
+    with pytest.raises(ConfigError, match=r"^views=six: .*choose one of one, flip"):
+        model.predict(files, views="six")
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ from isobatch import config as configuration
 from isobatch import pixels
 from isobatch.checkpoint import read
 from isobatch.data.device import ToDevice
+from isobatch.checks import choice
 from isobatch.errors import ConfigError
+from isobatch.evaluate.views import COUNT, averaged
 from isobatch.resume import rebuild
 from isobatch.resume.rebuild import Trained
 from isobatch.tasks.predicting import as_files
@@ -26,10 +28,12 @@ class TrainedModel(nn.Module):
     Attributes:
         network: the model itself. classes: names of its outputs, () = nobody has named them.
         origin: the checkpoint that it is from. step: of training.
+        views: of each image, whose outputs `predict` averages: the run's `evaluate.views`.
     """
 
-    def __init__(self, trained: Trained, data: Any):
+    def __init__(self, trained: Trained, data: Any, views: str = "one"):
         super().__init__()
+        self.views = views
         self.network, self.info, self.origin, self.step = trained.network, trained.info, trained.origin, trained.step
         self.classes = trained.info.class_names
         self._images = len(self.info.shape) == 3 and bool(self.info.mean)
@@ -67,17 +71,23 @@ class TrainedModel(nn.Module):
         return ToDevice(torch.device("cpu"), self.info, False).normalized(cut.unsqueeze(0))[0]
 
     @torch.no_grad()
-    def predict(self, images: Any, top: int = 1) -> list[list[tuple[str, float]]]:
-        """The most probable classes of each image, with their probabilities. images: one, or a list of what `preprocess` takes.
+    def predict(self, images: Any, top: int = 1, views: str | None = None) -> list[list[tuple[str, float]]]:
+        """The most probable classes of each image, with their probabilities, as `task=predict` gives them.
+
+        Args:
+            images: one, or a list of what `preprocess` takes. views: one, flip, five or ten; None = those of the run.
 
         Raises:
-            ValueError: the model has no classes, or takes no images.
+            ValueError: the model has no classes, or takes no images. ConfigError: there are no such views.
         """
+        views = self.views if views is None else views
+        choice("views", views, COUNT)
         if not self.info.num_classes:
             raise ValueError(f"{self.origin} answers numbers, not classes")
         several = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
-        logits = self.network(torch.stack([self.preprocess(image) for image in several]).to(device))
+        inputs = torch.stack([self.preprocess(image) for image in several]).to(device)
+        logits = averaged(self.network, inputs, views, self.info.shape)
         scores = logits.float().sigmoid() if self.info.labels == "several" else logits.float().softmax(1)
         values, numbers = scores.topk(min(top, logits.shape[1]), dim=1)
         return [[(self.classes[i] if i < len(self.classes) else str(i), p) for p, i in zip(some, which, strict=True)]
@@ -98,4 +108,6 @@ def load_run(run: Path, checkpoint: str, weights: str) -> TrainedModel:
         data = configuration.options("data", saved.state["config"].get("data"))
     except ConfigError:  # a data set of the user's own that is not registered here, or of a later release
         data = None
-    return TrainedModel(trained, data)
+    evaluated = saved.state["config"].get("evaluate")  # an earlier release has none
+    views = evaluated.get("views") if isinstance(evaluated, dict) else None
+    return TrainedModel(trained, data, views if views in COUNT else "one")
