@@ -35,6 +35,19 @@ def amount(key: str, value: Any) -> int | float | str:
     return value
 
 
+def period(key: str, value: Any) -> int | float | str:
+    """`value` of an option that says how often, as `amount` gives it: at least one update."""
+    length = amount(key, value)
+    if float(length.rstrip("ep%") if isinstance(length, str) else length) == 0:
+        raise ConfigError(key, value, "must be positive", f"set {key} to updates (500), epochs (5ep) or a share of the run (5%)")
+    return length
+
+
+def in_steps(value: Any) -> bool:
+    """Whether a period, as typed, counts from the first step, and not from the end of an epoch (null is one epoch)."""
+    return value is not None and not str(value).strip().endswith("ep")
+
+
 def read(options: Any, group: str, lists: tuple[str, ...] = ()) -> None:
     """Each length that frozen `options` name in `amounts` as `amount` gives it, for their `__post_init__`; null stays.
 
@@ -70,11 +83,13 @@ def in_updates(options: Any, total: int, per_epoch: int) -> Any:
         if isinstance(value, list):
             made[key] = [updates(point, total, per_epoch) for point in value]
         elif value is not None:
-            made[key] = updates(value, total, per_epoch)
+            made[key] = max(int(key == "every"), updates(value, total, per_epoch))
     return dataclasses.replace(options, **made) if made else options
 
 
 def lengths_in_updates(config: Any, total: int, per_epoch: int) -> Any:
-    """`config` with the lengths that its groups name in updates of a run of `total`."""
-    return dataclasses.replace(config, **{group: in_updates(getattr(config, group), total, per_epoch)
-                                          for group in ("ema", "augment")})  # fmt: skip
+    """`config` with the lengths that it and its groups name in updates of a run of `total`."""
+    made = {group: in_updates(getattr(config, group), total, per_epoch) for group in ("ema", "augment", "checkpoint")}
+    if config.eval_every is not None:
+        made["eval_every"] = max(1, updates(config.eval_every, total, per_epoch))
+    return dataclasses.replace(config, **made)

@@ -97,6 +97,12 @@ def test_what_is_hidden_is_not_counted(tmp_path: Path, monkeypatch: pytest.Monke
     assert gpus(monkeypatch, tmp_path, torch_says, "dev/nvidia7", cpu, properties="simd_count 0\n") == found
 
 
+def test_a_variable_that_names_gpus_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left over from another machine, or set by parallel.devices: where there are no cards, none are counted."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert gpus(monkeypatch, tmp_path, None, "dev/null") == 0
+
+
 SIZES = 0.95, 0.85, 0.75, 0.65, 0.55
 
 

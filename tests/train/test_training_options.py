@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from harness import BASE, rows, summary, train, train_ranks
 
+import isobatch
+from isobatch.errors import ConfigError
+
 WORDS = ("logger=none", "threads=1", "reduction=exact", "data=synthetic", "data.samples=20", "data.eval_samples=8",
          "data.image_size=16", "data.num_classes=4", "model=timm", "model.arch=test_convnext", "+model.kwargs.patch_size=1",
          "epochs=null", "steps=3", "log_every=1", "eval_every=3", "batch.effective=8", "batch.micro=2", "batch.shard=null",
@@ -24,6 +27,7 @@ TOGETHER = ("loss.label_smoothing=0.1", "model.drop_path_rate=0.3", "optimizer.l
             "model.grad_checkpointing=true", "channels_last=true", "augment=three", "max_grad_norm=1.0")  # fmt: skip
 
 
+SMALL = tuple(word for word in WORDS if "model" not in word) + ("model=linear",)
 ONCE = ("steps=1", "eval_every=1")
 
 
@@ -55,6 +59,22 @@ def test_one_process_and_two_train_the_same(words: tuple[str, ...], tmp_path: Pa
     assert summary(tmp_path / "two")["weights_sha256"] == one
     assert rows(tmp_path / "two", "train/loss") == rows(tmp_path / "one", "train/loss")
     assert summary(tmp_path / "two")["final"]["eval/loss"] == summary(tmp_path / "one")["final"]["eval/loss"]
+
+
+def test_evaluations_and_checkpoints_by_epochs_and_shares_of_the_run(tmp_path: Path) -> None:
+    """4 epochs of 3 steps: every half epoch rounds to 2 steps, a quarter of the run is 3."""
+    for every, saves, expected, kept in (("0.5ep", "2ep", [2, 4, 6, 8, 10, 12], [6, 12]), ("25%", "0.1", [3, 6, 9, 12],
+                                         list(range(1, 13)))):  # fmt: skip
+        folder = tmp_path / every
+        train(folder, *SMALL, "steps=null", "epochs=4", f"eval_every={every}", f"checkpoint.every={saves}",
+              "checkpoint=default", "checkpoint.keep=20", "checkpoint.best=null")  # fmt: skip
+        evaluated = [row["step"] for row in isobatch.read(folder) if "eval/loss" in row]
+        assert evaluated == expected, every
+        assert sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")) == kept
+    for word, way in (("eval_every=0ep", "must be positive"), ("checkpoint.every=0", "must be positive"),
+                      ("eval_every=often", "is no length of a run")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^{word}: {way}; set .* epochs"):
+            train(tmp_path / "refused", *SMALL, word)
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch import better
+from isobatch.amounts import period
 from isobatch.better import KNOWN
 from isobatch.checkpoint.reading import Saved, load, read
 from isobatch.checkpoint.saving import Checkpointer
@@ -62,7 +63,7 @@ class Checkpoint(NoCheckpoint):
     """Save while training, at its end and on a stop.
 
     Args:
-        every: steps between checkpoints (null: by time, at the best evaluation, at the end and on a stop).
+        every: updates, epochs or a share of the run between checkpoints (null: by time, at the best evaluation, at the end and on a stop).
         every_minutes: minutes between checkpoints, by the main rank's clock (null: not by time).
         keep: numbered checkpoints `step-N` that are kept. The newest shares its files with `last`, so the second one is
             what is left when those are damaged.
@@ -71,8 +72,9 @@ class Checkpoint(NoCheckpoint):
         mode: `max` or `min` is better; `auto` for the metrics that evaluation knows.
     """
 
+    amounts: ClassVar[tuple[str, ...]] = ("every",)
     name: str = "checkpoint"
-    every: int | None = None
+    every: Any = None
     every_minutes: float | None = 15.0
     keep: int = 2
     keep_best: int = 0
@@ -81,9 +83,10 @@ class Checkpoint(NoCheckpoint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("every", "every_minutes"):
-            if getattr(self, key) is not None:
-                positive(f"checkpoint.{key}", getattr(self, key))
+        if self.every is not None:
+            object.__setattr__(self, "every", period("checkpoint.every", self.every))
+        if self.every_minutes is not None:
+            positive("checkpoint.every_minutes", self.every_minutes)
         positive("checkpoint.keep", self.keep)
         within("checkpoint.keep_best", self.keep_best, 0, 1e6)
         if self.keep_best and self.best is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobatch import better
+from isobatch.amounts import period
 from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 from isobatch.marks import option
@@ -200,7 +201,7 @@ class Settings:
     lr_range: Any = option(None, resume="free")
     max_grad_norm: float | None = option(None, resume="contract")
     log_every: int = option(10, resume="free")
-    eval_every: int | None = option(None, resume="free")
+    eval_every: Any = option(None, resume="free")
     log_weights: int = option(0, resume="free")
     warmup: int = option(0, resume="free")
     resume: str | None = option(None, resume="free", path="file")
@@ -225,9 +226,11 @@ class Settings:
             shown = "null" if self.epochs is None else self.epochs
             raise ConfigError("steps", self.steps, f"exactly one of steps and epochs={shown} has to be null",
                               f"set only steps={self.steps or 1000}, or only epochs={self.epochs or 15}")  # fmt: skip
-        for key in ("epochs", "steps", "log_every", "eval_every", "threads", "max_grad_norm"):
+        for key in ("epochs", "steps", "log_every", "threads", "max_grad_norm"):
             if getattr(self, key) is not None:
                 positive(key, getattr(self, key))
+        if self.eval_every is not None:
+            object.__setattr__(self, "eval_every", period("eval_every", self.eval_every))
         if self.threads is not None and self.threads > 4096:
             raise ConfigError("threads", self.threads, "is more than any machine has", "set threads=null")
 

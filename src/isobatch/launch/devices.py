@@ -43,7 +43,9 @@ def count_gpus() -> int:
     """
     hidden = next((os.environ[name] for name in (VARIABLE, *AMD) if name in os.environ), None)
     names = None if hidden is None else [name.strip() for name in hidden.split(",") if name.strip() not in ("", "-1")]
-    found = _device_files() if names is None else len(names)
+    found = _device_files()
+    if names is not None and (found or _files_do_not_tell()):  # a name of a card that is not there shows none
+        found = len(names)
     if any(name.startswith("MIG") for name in names or ()) or (names is None and _files_do_not_tell()):
         asked = _asked_torch(hidden)
         found = found if asked is None else asked

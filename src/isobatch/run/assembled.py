@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from isobatch.amounts import in_steps
 from isobatch.audit import hooks
 from isobatch.console import Console
 from isobatch.data.device import SideStream
@@ -129,7 +130,7 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         schedule=rules.schedule, stopping=rules.stopping, ending=resume.ended(rules.stopping.ending),
         checkpointer=checkpointer, logger=logger, console=console, files=files, ranks=ranks,
         total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
-        eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if config.eval_every else plan.ahead,
+        eval_every=config.eval_every or plan.windows_per_epoch, ahead=0 if in_steps(config.plain.get("eval_every")) else plan.ahead,
         profiler=config.profile.build(run_dir, ranks, device), stop_requested=STOP.asked,
         pace=pace.watched(config, state, ranks, device), chain=rules.chain,
         lane_steps=lane_steps,
