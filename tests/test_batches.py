@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from isobatch import config, data, loss, model
+from isobatch import config, data, loss, model, run
 from isobatch.data.samples import stacked
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.extend import custom
@@ -125,6 +125,14 @@ def test_ranks_train_the_same(tmp_path: Path, expected: dict[str, list[float]], 
     for key in ("train/loss", "eval/loss"):
         mine, theirs = ([row[key] for row in found if key in row] for found in (rows, alone))
         assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_plan_is_made_of_any_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory, layers and the cost model of inputs that are a dict."""
+    made = plain(*WORDS, "task=plan", "cost.bandwidth_gb_s=10", "parallel=ddp", "parallel.nproc=2")
+    run.run_job(made, tmp_path, Ranks())
+    said = capsys.readouterr().out
+    assert "activations 0." in said and "replicas  micro batch" in said
 
 
 def test_ragged_samples_have_a_collate(tmp_path: Path) -> None:

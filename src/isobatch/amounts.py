@@ -39,7 +39,9 @@ def period(key: str, value: Any) -> int | float | str:
     """`value` of an option that says how often, as `amount` gives it: at least one update."""
     length = amount(key, value)
     if float(length.rstrip("ep%") if isinstance(length, str) else length) == 0:
-        raise ConfigError(key, value, "must be positive", f"set {key} to updates (500), epochs (5ep) or a share of the run (5%)")
+        raise ConfigError(
+            key, value, "must be positive", f"set {key} to updates (500), epochs (5ep) or a share of the run (5%)"
+        )
     return length
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from isobatch import config as configuration
 from isobatch import pixels
 from isobatch.checkpoint import read
-from isobatch.data.device import ToDevice
 from isobatch.checks import choice
+from isobatch.data.device import ToDevice
 from isobatch.errors import ConfigError
 from isobatch.evaluate.views import COUNT, averaged
 from isobatch.resume import rebuild

@@ -22,7 +22,7 @@ from isobatch.data.feed import Request
 from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Samples
 from isobatch.errors import ConfigError
-from isobatch.runtime.randomness import seed_sample
+from isobatch.runtime.randomness import seed_of, seed_sample
 from isobatch.shards.layout import Lanes
 
 EVERYTHING = {"flip": 0.5, "erase": 1.0, "color_jitter": 0.4, "vflip": 0.5, "jitter_prob": 0.7, "grey": 0.4, "blur": 0.5,
@@ -169,7 +169,7 @@ def mixed(shards: tuple[int, ...], sizes: tuple[int, ...], step: int = 0, **opti
     return mixer(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), step, shards, Lanes.alone(sizes))
 
 
-@pytest.mark.parametrize("mode", ["batch", "elem"])
+@pytest.mark.parametrize("mode", ["batch", "elem", "pair"])
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.5, 0.0), (0.0, 1.0), (0.5, 1.0)])
 def test_mixing_is_the_shards_own(mode: str, mixup: float, cutmix: float) -> None:
     import numpy
@@ -195,6 +195,30 @@ def test_soft_targets_say_what_the_pixels_are_made_of() -> None:
     assert inputs.mean((1, 2, 3)).tolist() == pytest.approx((targets @ torch.arange(10.0)).tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("sides", [None, [0.3, 0.6]])
+@pytest.mark.parametrize("mode", ["batch", "elem", "pair"])
+def test_what_is_mixed_is_what_timm_mixes(mode: str, sides: list[float] | None) -> None:
+    """To the bit, with its draws; a shard of odd size is timm's of one less, and the sample in the middle stays as it is."""
+    import numpy
+    from timm.data import Mixup
+
+    images, labels = torch.randn(6, 3, 8, 8), torch.arange(6)
+    mixer = ShardMixer(0.4, 1.0, 0.5, 0.9, mode, 10, seed=3, sides=sides)
+    ours = mixer(images.clone(), labels, 1, (2,), Lanes.alone((6,)))
+    before = numpy.random.get_state()
+    numpy.random.seed(seed_of("mix", 3, 1, 2) % 2**32)
+    theirs = Mixup(0.4, 1.0, sides, prob=0.9, switch_prob=0.5, mode=mode, label_smoothing=0.0, num_classes=10)(
+        images.clone(), labels
+    )
+    numpy.random.set_state(before)
+    assert ours[0].equal(theirs[0]) and torch.allclose(ours[1], theirs[1])
+    if mode == "pair":
+        odd = torch.cat([images[:3], torch.ones(1, 3, 8, 8), images[3:]])
+        found = mixer(odd.clone(), torch.tensor([0, 1, 2, 9, 3, 4, 5]), 1, (2,), Lanes.alone((7,)))
+        assert found[0][3].equal(odd[3]) and found[1][3, 9] == 1
+        assert found[0][[0, 1, 2, 4, 5, 6]].equal(ours[0])
+
+
 def test_mixing_needs_images_with_classes() -> None:
     mix = options("augment", {"name": "simple", "mixup": 0.2})
     with pytest.raises(ConfigError, match=r"augment\.mixup=0\.2: mixes images with classes"):
@@ -205,7 +229,9 @@ def test_mixing_needs_images_with_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "values", "key"),
     [("simple", {"flip": 2}, "flip"), ("simple", {"scale": [0.5, 0.1]}, "scale"), ("simple", {"scale": [0.5]}, "scale"),
-     ("simple", {"mixup": -1}, "mixup"), ("simple", {"crop": "five"}, "crop"), ("simple", {"mix_mode": "pair"}, "mix_mode"),
+     ("simple", {"mixup": -1}, "mixup"), ("simple", {"crop": "five"}, "crop"), ("simple", {"mix_mode": "both"}, "mix_mode"),
+     ("simple", {"cutmix_sides": [0.2, 0.8]}, "cutmix_sides"),
+     ("simple", {"cutmix": 1, "cutmix_sides": [0.8, 0.2]}, "cutmix_sides"),
      ("randaugment", {"policy": "original"}, "policy"), ("augmix", {"policy": "rand-m9"}, "policy"),
      ("simple", {"ratio": [1, float("inf")]}, "ratio"), ("simple", {"scale": [0.5, float("nan")]}, "scale"),
      *(("randaugment", {"policy": f"rand-{part}"}, "policy") for part in (

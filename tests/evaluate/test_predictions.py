@@ -37,8 +37,11 @@ def evaluated(run: Path, folder: Path, *words: str) -> dict[str, Any]:
     return json.loads((folder / "evaluation.json").read_text())
 
 
-def test_files_add_up_and_are_the_same_at_any_number_of_ranks(run: Path, tmp_path: Path) -> None:
+def test_files_add_up_and_are_the_same_at_any_number_of_ranks(run: Path, tmp_path: Path,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     result = evaluated(run, tmp_path / "1")["result"]
+    said = capsys.readouterr().out
+    assert "  parallel" in said and not any(word in said for word in ("  length", "  batch", "reduction", "micro")), said
     rows = table(tmp_path / "1/predictions.csv")
     assert [int(row["index"]) for row in rows] == list(range(len(rows))) and len(rows) == result["eval/samples"] == 359
     right = [row["label"] == row["prediction"] for row in rows]

@@ -79,6 +79,16 @@ def test_the_backbone_is_all_but_the_classifier(arch: str, head: str) -> None:
     assert sum(p.numel() for group in groups for p in group["params"]) == small and max(g["lr"] for g in groups) == 1.0
 
 
+def test_a_classifier_begins_as_it_is_asked_to() -> None:
+    made = {}
+    for name, given in (("plain", {}), ("scaled", {"head_init_scale": 0.5, "head_init_bias": -2.0})):
+        torch.manual_seed(0)
+        made[name] = options("model", {"name": "timm", "arch": "test_vit", **given}).build(IMAGES).state_dict()
+    assert made["scaled"].pop("head.bias").unique().tolist() == [-2.0]
+    assert made["scaled"].pop("head.weight").equal(made["plain"]["head.weight"] * 0.5)
+    assert all(value.equal(made["plain"][name]) for name, value in made["scaled"].items())
+
+
 def test_patterns_and_their_refusal() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False), nn.Linear(3, 2))
     freezing.freeze(model, ["backbone"])

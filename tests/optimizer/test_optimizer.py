@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from timm.optim import create_optimizer_v2
+from torch import nn
 
 from isobatch.errors import ConfigError
 from isobatch.optimizer import OF_TORCH, TimmOptimizer
@@ -55,10 +56,21 @@ def test_frozen_parameters_are_left_out_and_none_is_refused() -> None:
         TimmOptimizer(opt="adamww").build(model.requires_grad_(True), 4)
 
 
+def test_the_rate_follows_the_batch_by_the_rule_that_is_asked_for() -> None:
+    model = nn.Linear(2, 2)
+    for rule, lr in (("linear", 4.0), ("sqrt", 2.0)):
+        made = TimmOptimizer(opt="adamw", lr=1.0, reference_batch=12, reference_rule=rule).build(model, 48)
+        assert {group["initial_lr"] for group in made.param_groups} == {lr}
+    with pytest.raises(ConfigError, match=r"^optimizer\.reference_rule=sqrt: scales by no batch"):
+        TimmOptimizer(reference_rule="sqrt")
+
+
 def test_layer_decay_scales_the_rate_from_the_head_down() -> None:
     model = timm.create_model("test_vit", num_classes=3)
     rates = {group["lr"] for group in TimmOptimizer(opt="adamw", lr=1.0, layer_decay=0.5).build(model, 48).param_groups}
     assert max(rates) == 1.0 and 0.5 in rates and 0.25 in rates
+    floor = TimmOptimizer(opt="adamw", lr=1.0, layer_decay=0.5, kwargs={"layer_decay_min_scale": 0.25}).build(model, 48)
+    assert min(group["lr"] for group in floor.param_groups) == 0.25
 
 
 @pytest.mark.slow  # a process of its own

@@ -27,7 +27,7 @@ TOGETHER = ("loss.label_smoothing=0.1", "model.drop_path_rate=0.3", "optimizer.l
             "model.grad_checkpointing=true", "channels_last=true", "augment=three", "max_grad_norm=1.0")  # fmt: skip
 
 
-SMALL = tuple(word for word in WORDS if "model" not in word) + ("model=linear",)
+SMALL = (*(word for word in WORDS if "model" not in word), "model=linear")
 ONCE = ("steps=1", "eval_every=1")
 
 

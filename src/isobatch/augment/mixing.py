@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -22,12 +23,13 @@ class ShardMixer:
 
     Args:
         until: from this step on nothing is mixed; None = mixed to the end. Targets stay probabilities.
+        sides: least and largest side of what cutmix pastes, as a share of the image's; None = as `cutmix` draws it.
     """
 
     def __init__(self, mixup: float, cutmix: float, switch: float, prob: float, mode: str, num_classes: int, seed: int,
-                 until: int | None = None):  # fmt: skip
+                 until: int | None = None, sides: Sequence[float] | None = None):  # fmt: skip
         self.seed, self.num_classes, self.until = seed, num_classes, until
-        self.mixup: Any = timm.data.Mixup(mixup, cutmix, prob=prob, switch_prob=switch, mode=mode, label_smoothing=0.0,
+        self.mixup: Any = timm.data.Mixup(mixup, cutmix, sides, prob=prob, switch_prob=switch, mode=mode, label_smoothing=0.0,
                                           num_classes=num_classes)  # fmt: skip
 
     def __call__(self, inputs: Tensor, targets: Tensor, step: int, shards: tuple[int, ...],
@@ -53,27 +55,32 @@ class ShardMixer:
         return lanes.join(images) if lanes.shared else inputs, lanes.join(soft)
 
     def _mixed(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        # not Mixup.__call__, which refuses shards of odd size for the sake of a mode that is not offered here
-        lam = self._mix_each(inputs) if self.mixup.mode == "elem" else self.mixup._mix_batch(inputs)
+        # not Mixup.__call__, which refuses shards of odd size
+        lam = self.mixup._mix_batch(inputs) if self.mixup.mode == "batch" else self._mix_each(inputs)
         mixed: Tensor = timm.data.mixup.mixup_target(targets, self.num_classes, lam, 0.0)
         return mixed
 
     def _mix_each(self, inputs: Tensor) -> Tensor:
-        """timm's _mix_elem with its draws and results, in a few kernels for all images and without a wait.
+        """timm's _mix_elem and _mix_pair with their draws and results, in a few kernels for all images and without a wait.
 
         Args:
-            inputs: (N, C, H, W), mixed in place, each image with the one as far from the other end.
+            inputs: (N, C, H, W), mixed in place, each image with the one as far from the other end; as a pair both alike, and
+                the one in the middle of an odd number stays as it is.
         Returns:
             share (N, 1) that is left of each.
         """
-        n = len(inputs)
+        pairs = self.mixup.mode == "pair"
+        n = len(inputs) // 2 if pairs else len(inputs)
         lam, cuts = self.mixup._params_per_elem(n)
         boxes = numpy.zeros((n, 4), dtype=numpy.float32)
         blends = (lam != 1.0) & ~cuts
         for i in numpy.flatnonzero((lam != 1.0) & cuts):
             boxes[i], lam[i] = timm.data.mixup.cutmix_bbox_and_lam(
                 inputs[i].shape, lam[i], ratio_minmax=self.mixup.cutmix_minmax, correct_lam=self.mixup.correct_lam)  # fmt: skip
-        host = torch.from_numpy(numpy.column_stack([lam, blends, boxes]).astype(numpy.float32))
+        table = numpy.column_stack([lam, blends, boxes]).astype(numpy.float32)
+        if pairs:
+            table = numpy.concatenate([table, numpy.eye(1, 6, dtype=numpy.float32)[: len(inputs) % 2], table[::-1]])
+        host = torch.from_numpy(table)
         drawn = accelerator.sent(host, inputs.device)[:, :, None, None, None]
         share, blended, top, bottom, left, right = drawn.unbind(1)
         rows = torch.arange(inputs.shape[2], device=inputs.device)[None, None, :, None]

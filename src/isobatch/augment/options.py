@@ -57,7 +57,9 @@ class Simple(NoAugment):
         erase: chance of random erasing (Zhong et al. 2017): 2 to 33 % of the area, in `erase_count` boxes, become noise
             (erase_mode `pixel`), one random colour a box (`rand`) or the data's mean colour (`const`).
         mixup, cutmix: alpha of the beta distribution, 0 = off; with both, cutmix in `switch` of the cases.
-        mix_prob: chance that a shard is mixed; mix_mode: one mixing per shard (`batch`) or per sample (`elem`).
+        mix_prob: chance that a shard is mixed; mix_mode: one mixing per shard (`batch`), per sample (`elem`) or per pair of
+            samples (`pair`).
+        cutmix_sides: least and largest side of what cutmix pastes, as a share of the image's, instead of what `cutmix` draws.
         mix_until: length of the run after which nothing is mixed any more; null = mixed to the end.
     """
 
@@ -83,11 +85,12 @@ class Simple(NoAugment):
     switch: float = 0.5
     mix_prob: float = 1.0
     mix_mode: str = "batch"
+    cutmix_sides: list[float] | None = None
     mix_until: Any = None
 
     def __post_init__(self) -> None:
         choice("augment.crop", self.crop, CROPS)
-        choice("augment.mix_mode", self.mix_mode, ("batch", "elem"))
+        choice("augment.mix_mode", self.mix_mode, ("batch", "elem", "pair"))
         choice("augment.erase_mode", self.erase_mode, ERASURES)
         within("augment.erase_count", self.erase_count, 1, 100)
         amounts.read(self, "augment")
@@ -95,19 +98,23 @@ class Simple(NoAugment):
             ("jitter_prob", 1.0, "color_jitter"),
             ("erase_mode", "pixel", "erase"),
             ("erase_count", 1, "erase"),
+            ("cutmix_sides", None, "cutmix"),
         ):
             if getattr(self, key) != without and not getattr(self, of):
                 raise ConfigError(f"augment.{key}", getattr(self, key), f"says nothing with augment.{of}=0",
-                                  f"set augment.{of} above 0, or augment.{key}={without}")  # fmt: skip
+                                  f"set augment.{of} above 0, or leave augment.{key} out")  # fmt: skip
         for key in ("flip", "vflip", "jitter_prob", "grey", "blur", "erase", "switch", "mix_prob"):
             within(f"augment.{key}", getattr(self, key), 0, 1)
         for key in ("padding", "color_jitter", "mixup", "cutmix"):
             within(f"augment.{key}", getattr(self, key), 0, 1000)
-        for key in ("scale", "ratio"):
+        for key, most, example in (
+            ("scale", 1, "[0.08,1]"),
+            ("ratio", 1000, "[0.75,1.3333]"),
+            ("cutmix_sides", 1, "[0.2,0.8]"),
+        ):
             pair = getattr(self, key)
-            if len(pair) != 2 or not 0 < pair[0] <= pair[1] <= (1 if key == "scale" else 1000):
-                raise ConfigError(f"augment.{key}", pair, "is no range of positive numbers",
-                                  "set augment.scale=[0.08,1] or augment.ratio=[0.75,1.3333]")  # fmt: skip
+            if pair is not None and (len(pair) != 2 or not 0 < pair[0] <= pair[1] <= most):
+                raise ConfigError(f"augment.{key}", pair, "is no range of positive numbers", f"set augment.{key}={example}")
 
     @property
     def policy_name(self) -> str:
@@ -152,7 +159,9 @@ class Simple(NoAugment):
 
         # still a share or in epochs where a micro batch is only tried
         until = self.mix_until if isinstance(self.mix_until, int) else None
-        return ShardMixer(self.mixup, self.cutmix, self.switch, self.mix_prob, self.mix_mode, info.num_classes, seed, until)
+        return ShardMixer(
+            self.mixup, self.cutmix, self.switch, self.mix_prob, self.mix_mode, info.num_classes, seed, until, self.cutmix_sides
+        )
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class Checkpoint(NoCheckpoint):
     """Save while training, at its end and on a stop.
 
     Args:
-        every: updates, epochs or a share of the run between checkpoints (null: by time, at the best evaluation, at the end and on a stop).
+        every: updates, epochs or a share of the run between checkpoints (null: by time, at the best evaluation, at the end
+            and on a stop).
         every_minutes: minutes between checkpoints, by the main rank's clock (null: not by time).
         keep: numbered checkpoints `step-N` that are kept. The newest shares its files with `last`, so the second one is
             what is left when those are damaged.

@@ -60,6 +60,7 @@ class TimmModel(Model):
         small_stem: for images of about 32 px: a ResNet begins with a 3x3 convolution instead of a 7x7 with stride 2 and
             a max pool (He et al. 2016, section 4.2).
         kwargs: handed to timm.create_model (img_size, patch_size, ...).
+        head_init_scale, head_init_bias: the classifier's first weights times a factor, and what its bias begins with.
     """
 
     name: str = "timm"
@@ -70,6 +71,8 @@ class TimmModel(Model):
     drop_path_rate: float = 0.0
     grad_checkpointing: bool = option(False, resume="free")
     small_stem: bool = False
+    head_init_scale: float | None = None
+    head_init_bias: float | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     imports: ClassVar[tuple[str, ...]] = ("isobatch.runtime.timm_import",)  # what takes seconds: see launch/spawn.py
@@ -78,6 +81,9 @@ class TimmModel(Model):
         super().__post_init__()
         within("model.drop_rate", self.drop_rate, 0, 1)
         within("model.drop_path_rate", self.drop_path_rate, 0, 1)
+        for key, least in (("head_init_scale", 0), ("head_init_bias", -1e6)):
+            if getattr(self, key) is not None:
+                within(f"model.{key}", getattr(self, key), least, 1e6)
 
     @property
     def first_weights(self) -> str | None:
@@ -106,6 +112,10 @@ class TimmModel(Model):
                 "check model.drop_rate and model.drop_path_rate"  # fmt: skip
             raise ConfigError("model.arch", self.arch, f"timm could not build it ({type(error).__name__}: {error})",
                               way_out) from None  # fmt: skip
+        if self.head_init_scale is not None or self.head_init_bias is not None:
+            from isobatch.model.freezing import begin_head
+
+            begin_head(model, self.head_init_scale, self.head_init_bias)
         if self.small_stem:
             from isobatch.resume.first_weights import small_stem
 

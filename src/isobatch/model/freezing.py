@@ -1,4 +1,5 @@
-"""Parts of a model that keep their weights (`model.freeze`): finetuning from some layer on, linear probing."""
+"""Parts of a model that keep their weights (`model.freeze`): finetuning from some layer on, linear probing; how a new
+classifier begins."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from typing import Any
 
+import torch
 from torch import nn
 
 from isobatch.errors import ConfigError
@@ -58,6 +60,17 @@ def classifier(model: nn.Module) -> list[str]:
     else:
         heads = [m for m in model.modules() if list(m.parameters(recurse=False))][-1:]
     return [name for name, module in model.named_modules() if any(module is head for head in heads)]
+
+
+def begin_head(model: nn.Module, scale: float | None, bias: float | None) -> None:
+    """Multiply the classifier's first weights and biases with `scale`, then begin its biases with `bias` (None: as drawn)."""
+    modules = dict(model.named_modules())
+    with torch.no_grad():
+        for name, parameter in (pair for head in classifier(model) for pair in modules[head].named_parameters()):
+            if scale is not None:
+                parameter.mul_(scale)
+            if bias is not None and name.endswith("bias"):
+                parameter.fill_(bias)
 
 
 def describe(model: nn.Module) -> str:

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from isobatch.checks import positive, within
+from isobatch.checks import choice, positive, within
 from isobatch.errors import ConfigError
 from isobatch.marks import Marks, option
 from isobatch.optimizer.groups import Decays, Rule, param_groups, rules
@@ -25,6 +25,7 @@ OF_TORCH: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"nesterov": True, "momentum": 0.9}), "momentum": ("SGD", {"nesterov": False, "momentum": 0.9}),
     "adam": ("Adam", {}), "adamw": ("AdamW", {}),
 }  # fmt: skip
+RULES = {"linear": 1.0, "sqrt": 0.5}  # of reference_batch: the exponent
 HALF_EPS = 1e-4  # fp16's smallest number is 6e-8, and the square of a gradient below 2e-4 is 0: eps is all that is left
 
 
@@ -43,7 +44,8 @@ class TimmOptimizer:
     Args:
         opt: timm's name (sgd is with Nesterov momentum, `momentum` without; adamw, lamb, ...).
         lr: for the effective batch as stated; never scaled with the world size.
-        reference_batch: scales lr by effective batch / reference_batch (linear rule, Goyal et al. 2017) on request.
+        reference_batch: scales lr by effective batch / reference_batch (linear rule, Goyal et al. 2017) on request, or by
+            its square root (reference_rule `sqrt`, Krizhevsky 2014; usual for Adam and its like).
         decay_norms_and_biases: weight decay on one-dimensional parameters too.
         layer_decay: lr multiplier per layer from the head down (null: none).
         fused: null = where torch has it for this optimizer and device.
@@ -62,6 +64,7 @@ class TimmOptimizer:
     decay_norms_and_biases: bool = False
     layer_decay: float | None = None
     reference_batch: int | None = None
+    reference_rule: str = "linear"
     fused: bool | None = option(None, resume="identity")
     kwargs: dict[str, Any] = field(default_factory=dict)
     groups: list[Any] = field(default_factory=list)
@@ -86,6 +89,10 @@ class TimmOptimizer:
         within("optimizer.momentum", self.momentum, 0, 1)
         if self.reference_batch is not None:
             positive("optimizer.reference_batch", self.reference_batch)
+        choice("optimizer.reference_rule", self.reference_rule, tuple(RULES))
+        if self.reference_batch is None and self.reference_rule != "linear":
+            raise ConfigError("optimizer.reference_rule", self.reference_rule, "scales by no batch: reference_batch=null",
+                              "set optimizer.reference_batch=256")  # fmt: skip
 
     @property
     def decays(self) -> Decays:
@@ -100,7 +107,8 @@ class TimmOptimizer:
         name = self.opt.lower()
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError("optimizer.opt", self.opt, "the model has no trainable parameter", "choose another model")
-        lr = self.lr * (effective_batch / self.reference_batch if self.reference_batch else 1.0)
+        ratio = effective_batch / self.reference_batch if self.reference_batch else 1.0
+        lr = self.lr * ratio ** RULES[self.reference_rule]
         extra = dict(self.kwargs)
         if self._fused(model):
             extra["fused"] = True

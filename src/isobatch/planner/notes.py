@@ -23,6 +23,15 @@ USUAL_SHARD = 32  # samples that batch norm is mostly used with (Wu and He 2018:
 def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, device: torch.device, threads: int = 1,
           lanes: int = 1) -> list[str]:  # fmt: skip
     """One line each, most important first. `threads`: of a kernel; `lanes`: shards that run at the same time."""
+    found = of_training(config, model, plan, ranks, device, threads, lanes) + of_machine(config, plan.batch, ranks, device)
+    if config.sampler.tail == "pad" and plan.epoch_size > plan.order_size:
+        found.append(f"sampler.tail=pad repeats {plan.epoch_size - plan.order_size} sample(s) in every epoch")
+    return found
+
+
+def of_training(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, device: torch.device, threads: int,
+                lanes: int) -> list[str]:  # fmt: skip
+    """What says nothing to who only evaluates."""
     batch, found = plan.batch, list[str]()
     if frozen := freezing.describe(model):
         found.append(frozen)
@@ -61,18 +70,21 @@ def notes(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks, devic
         found.append("reduction=exact takes torch's deterministic kernels; what has none is named before the first step")
     elif device.type == "cuda" and not config.deterministic:
         found.append("some CUDA kernels are not deterministic: deterministic=true asks torch for those that are")
-    if device.type != "cuda" and (asked := getattr(config.parallel, "devices", None)):
-        found.append(f"parallel.devices={asked} names GPUs and this machine has none: "
-                     f"{batch.num_replicas} replica(s) on {device}")  # fmt: skip
     if config.cuda_graph and device.type == "cuda":
         apart = "; gradients are added over the ranks after the backward, not beside it" if ranks.world_size > 1 else ""
         found.append(f"cuda_graph=true: micro steps are recorded after two windows and replayed{apart}")
+    return found
+
+
+def of_machine(config: Config, batch: Batch, ranks: Ranks, device: torch.device) -> list[str]:
+    """What this machine has not, or has too little of."""
+    found = list[str]()
+    if device.type != "cuda" and (asked := getattr(config.parallel, "devices", None)):
+        found.append(f"parallel.devices={asked} names GPUs and this machine has none: "
+                     f"{batch.num_replicas} replica(s) on {device}")  # fmt: skip
     if device.type == "cpu" and config.device is None and (reason := unusable_gpus()):
         found.append(reason)
-    found += crowded(config, ranks, device)
-    if config.sampler.tail == "pad" and plan.epoch_size > plan.order_size:
-        found.append(f"sampler.tail=pad repeats {plan.epoch_size - plan.order_size} sample(s) in every epoch")
-    return found
+    return found + crowded(config, ranks, device)
 
 
 def crowded(config: Config, ranks: Ranks, device: torch.device) -> list[str]:

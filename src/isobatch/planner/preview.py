@@ -20,6 +20,7 @@ from isobatch.planner.estimate import MB, Resident
 from isobatch.planner.hooks import without_global_hooks
 from isobatch.planner.trial import Trial, is_out_of_memory
 from isobatch.runtime.distributed import Ranks
+from isobatch.runtime.trees import tensors
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def _measure(found: Preview, listed: str, resident: Resident, config: Config, mo
         return
     activations = lanes * sum(s.nbytes for s in saved)
     all_gradients = batch.accumulation_steps > 1 or batch.num_replicas > 1
-    inputs = sum(t.numel() * t.element_size() for t in trial.one) * batch.micro * lanes
+    inputs = sum(t.nbytes for t in tensors(trial.one)) * batch.micro * lanes
     highest = resident.total - resident.gradients + inputs + estimate.peak(saved, resident.gradients, all_gradients)
     highest += activations - activations // lanes
     held = f"a micro batch of {batch.micro}" if lanes == 1 else f"{lanes} shards of {batch.micro}"

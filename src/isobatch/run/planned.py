@@ -131,12 +131,16 @@ def plan_run(settled: Settled, task: Task, ranks: Ranks) -> Planned:
         whole, splits = splits.eval, dataclasses.replace(splits, eval=config.debug.evaluated(splits.eval, batch.effective))
         if len(splits.eval) < len(whole):
             notes.append(f"debug={config.debug.name}: the evaluation is of {len(splits.eval):,} of {len(whole):,} samples")
-    notes += [*plan_notes.notes(config, model, plan, ranks, device, threads, sharing.lanes), *ahead.notes]
     view = {
         "data": plan_notes.data(splits),
         **plan_notes.view(config, plan, total, counted, device, sharing.lanes),
         **ahead.view,
     }
+    if looks_ahead:
+        notes += [*plan_notes.notes(config, model, plan, ranks, device, threads, sharing.lanes), *ahead.notes]
+    else:  # an evaluation has no windows
+        notes += plan_notes.of_machine(config, batch, ranks, device)
+        view = {label: view[label] for label in ("data", "parallel", "precision")}
     return Planned(config, resume, device, splits, model, plan, total, sharing, counts, record,
                    {"config": config.plain, "plan": facts, "identity": identity}, view, notes, ahead)  # fmt: skip
 
