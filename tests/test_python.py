@@ -122,8 +122,9 @@ def test_the_views_of_a_run_are_averaged_as_task_predict_does(tmp_path: Path) ->
     model = isobatch.load(trained, "last")
     told = {}
     for views in ("ten", "five"):
-        table = isobatch.train(["task=predict", f"resume={trained}", f"predict.path={photos / 'val'}", "predict.top=2",
-                                f"evaluate.views={views}", "logger=none", f"hydra.run.dir={tmp_path}/{views}"]).folder  # fmt: skip
+        table = isobatch.train(["task=predict", f"resume={trained}", "predict.top=2", "logger=none",
+                                f"predict.path={photos / 'val'}", f"evaluate.views={views}",
+                                f"hydra.run.dir={tmp_path}/{views}"]).folder  # fmt: skip
         lines = csv.DictReader((table / "predictions.csv").read_text().splitlines())
         told[views] = [float(line["probability"]) for line in lines]
         found = model.predict(files, views=None if views == "ten" else views)
