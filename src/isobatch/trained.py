@@ -81,7 +81,7 @@ class TrainedModel(nn.Module):
             ValueError: the model has no classes, or takes no images. ConfigError: there are no such views.
         """
         views = self.views if views is None else views
-        choice("views", views, COUNT)
+        choice("views", views, tuple(COUNT))
         if not self.info.num_classes:
             raise ValueError(f"{self.origin} answers numbers, not classes")
         several = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
