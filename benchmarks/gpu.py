@@ -11,7 +11,7 @@ is listed as left out, and what fails as failed (exit code 1), while the rest is
     tests       what tests/ ask of a real device (`pytest -m gpu`)
     networks    resnet50, vit_small, convnext_tiny at 224 px in bf16 and fp16: images/s, peak memory, the host's share of a step
     graphs      networks whose steps the host cannot give out fast enough, with and without cuda_graph=true
-    reduction   reduction=exact, tree and bin64, against fast
+    reduction   reduction=exact, tree (one shard at a time, and four on streams) and bin64, against fast
     planner     the memory that task=plan foresees, against the allocator's peak
     files       JPEG files on the way to the device, against batches that lie there
     compiled    compile=true, against a compiled hand-written loop
@@ -47,8 +47,9 @@ LEVELS = {"bf16": ("precision=bf16", torch.bfloat16), "fp16": ("precision=amp pr
 LARGE = {"resnet50": "model=resnet50", "vit_small": "model=vit_small", "convnext_tiny": "model=timm model.arch=convnext_tiny"}
 SMALL = {"test_resnet": "model=timm model.arch=test_resnet"}
 BOUND = {"resnet18 at 32 px": "model=resnet18 data.image_size=32", "mlp": "model=mlp data.image_size=8"}
-REDUCTIONS = {"fast": "reduction=fast", "tree": "reduction=exact reduction.method=tree",
-              "bin64": "reduction=exact reduction.method=bin64"}  # fmt: skip
+REDUCTIONS = {"fast": "reduction=fast", "tree": "reduction=exact reduction.method=tree threads=1",
+              "bin64": "reduction=exact reduction.method=bin64 threads=1",
+              "streams": "reduction=exact reduction.method=tree threads=4"}  # fmt: skip
 Measure = Callable[[], Row]
 
 
@@ -131,11 +132,13 @@ class Bench:
     def reduction(self) -> Iterator[Measure]:
         def measure(name: str) -> Row:
             micro = self.samples // 4
-            made = {kind: self.words(self.networks[name], f"batch.micro={micro}", words) for kind, words in REDUCTIONS.items()}
+            base = self.networks[name], f"batch.shard={micro}"
+            made = {kind: self.words(*base, f"batch.micro={self.samples if kind == 'streams' else micro}", words)
+                    for kind, words in REDUCTIONS.items()}  # fmt: skip
             found = self.turns({kind: lambda words=words: self.ours(words)[1] for kind, words in made.items()})
-            rates = (f"{found[kind].rate / found['fast'].rate:.2f}" for kind in ("tree", "bin64"))
-            return Row(f"{name}, bf16, 4 shards of {micro}: tree {found['tree'].told()}; bin64 {found['bin64'].told()}",
-                       f"{', '.join(rates)} of fast", found["fast"].told())  # fmt: skip
+            rates = (f"{one.rate / found['fast'].rate:.2f}" for kind, one in found.items() if kind != "fast")
+            told = "; ".join(f"{kind} {one.told()}" for kind, one in found.items() if kind != "fast")
+            return Row(f"{name}, bf16, 4 shards of {micro}: {told}", f"{', '.join(rates)} of fast", found["fast"].told())
 
         yield partial(measure, next(iter(self.networks)))
 

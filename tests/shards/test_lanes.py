@@ -37,6 +37,7 @@ from isobatch.reduction.elements import ByElements
 from isobatch.runtime.distributed import Ranks
 from isobatch.shards.layout import Layout
 from isobatch.shards.own import Own
+from isobatch.train import crews
 from isobatch.train import lanes as lanes_
 from isobatch.train.lane import Uncached
 from isobatch.train.lanes import undisturbed
@@ -369,7 +370,7 @@ def test_a_weight_that_autocast_makes_half_twice_runs_one_shard_at_a_time(tmp_pa
 def test_lanes_of_code_of_ones_own_have_to_be_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr("isobatch.runtime.cores.usable", lambda: 2)
-    monkeypatch.setattr(lanes_.LaneSteps, "_seconds", lambda *_: 0.1)
+    monkeypatch.setattr(crews.ThreadCrew, "seconds", lambda *_: 0.1)
     with caplog.at_level(logging.INFO, "isobatch"):
         assert at_once(tmp_path / "null", *own("twice"), "threads=null") == 0
     assert "is code of your own, which may keep something from shard to shard" in caplog.text
@@ -497,7 +498,7 @@ def test_lanes_that_nobody_asked_for_are_for_shards_that_take_a_while(
 ) -> None:
     monkeypatch.setattr("isobatch.runtime.cores.usable", lambda: 2)
     for took, lanes in ((0.001, 0), (0.1, 3)):
-        monkeypatch.setattr(lanes_.LaneSteps, "_seconds", lambda *_, took=took: took)
+        monkeypatch.setattr(crews.ThreadCrew, "seconds", lambda *_, took=took: took)
         with caplog.at_level(logging.INFO, "isobatch"):
             assert at_once(tmp_path / str(took), *RICH, "threads=null") == lanes
     assert caplog.text.count("one shard at a time: it takes 1.0 ms, too little for threads (threads=2: 2 at a time all") == 1

@@ -96,7 +96,7 @@ class Repeat:
         for result in results:
             if problem is None and (found := compare(alone, result)) is not None:
                 what = f"the gradient of {found.names[0]}" if not found.forward else (found.names or ["the loss"])[0]
-                problem = f"gives other bits in a thread: {what}, {found.distance:.1g} apart"
+                problem = f"gives other bits {lanes.crew.where}: {what}, {found.distance:.1g} apart"
         if problem is not None:
             lanes.give_up(problem)
 

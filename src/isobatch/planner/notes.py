@@ -63,7 +63,7 @@ def of_training(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks,
     alone = device.type == "cpu" and ranks.world_size == 1 and config.parallel.name == "single"
     if config.reduction.exact and alone and helpers > lanes == 1:
         found.append(f"reduction=exact keeps one core busy; parallel=ddp parallel.nproc={helpers} gives the same bits sooner")
-    if config.reduction.exact and device.type == "cpu" and (config.threads or 0) > lanes and config.threads != threads:
+    if config.reduction.exact and (config.threads or 0) > lanes and config.threads != threads:
         found.append(f"threads={config.threads}: reduction=exact runs {counted(lanes, 'shard')} at a time here, with "
                      f"{counted(threads, 'thread')} for each")  # fmt: skip
     if device.type == "cuda" and config.reduction.exact and not config.deterministic:

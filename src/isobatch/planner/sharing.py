@@ -43,7 +43,8 @@ def decide(config: Config, model: nn.Module, splits: Splits, plan: BatchPlan, ra
         if (why := without_lanes(config, model, device, threads)) is None:
             lanes = hardware.lanes(config, ranks, device, batch.at_once)
             held = counted(lanes, "shard")
-            why = f"as threads={config.threads} says" if config.threads else "one for each core of this process"
+            why = (f"as threads={config.threads} says" if config.threads else "one for each core of this process"
+                   if device.type == "cpu" else "a stream each")  # fmt: skip
             note = f"{held} at a time, of {batch.at_once} that a micro batch has room for, {why}; memory is that of {held}"
             return Sharing(1, note=note if lanes < batch.at_once else None, lanes=lanes)
         reason: str | None = f"reduction=exact needs every kernel to see a shard alone, and {why}"
@@ -70,8 +71,8 @@ def unwatched(config: Config, device: torch.device) -> str | None:
 
 def without_lanes(config: Config, model: nn.Module, device: torch.device, threads: int) -> str | None:
     """Why the shards of an exact sum cannot run at the same time (train/lanes.py); None: they can, as far as is known."""
-    if device.type != "cpu":
-        return "only a CPU runs several at the same time"
+    if device.type not in ("cpu", "cuda"):
+        return "only a CPU and CUDA devices run several at the same time"
     if threads > 1:
         return f"this run began with {threads} threads for each kernel, which decide its bits"
     if config.compile:

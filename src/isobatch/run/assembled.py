@@ -29,9 +29,9 @@ from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import ShardSeeder
 from isobatch.shards.criteria import EachShard, handed_on
 from isobatch.shards.side_by_side import SideBySide
-from isobatch.train import batch_norm, graph, pace, sharpness
+from isobatch.train import batch_norm, crews, graph, pace, sharpness
 from isobatch.train.governed import governed
-from isobatch.train.lanes import QUICK_S, LaneSteps, undisturbed
+from isobatch.train.lanes import LaneSteps, undisturbed
 from isobatch.train.loop import Loop
 from isobatch.train.rehearsal import SAMPLES, kept_wider, rehearse
 from isobatch.train.state import TrainState
@@ -98,8 +98,12 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         criterion, prepare = EachShard(criterion, config.loss.averages), handed_on(prepare)
     lane_steps = None
     if sharing.lanes > 1 and trains:
-        micro_step = lane_steps = LaneSteps(sharing.lanes, config.seed, reducer, seed.host, 0.0 if config.threads else QUICK_S)
-        prepare = undisturbed(prepare)
+        crew: crews.Crew = crews.ThreadCrew(sharing.lanes)
+        if device.type == "cuda":
+            crew = crews.StreamCrew(sharing.lanes, device)
+        else:
+            prepare = undisturbed(prepare)
+        micro_step = lane_steps = LaneSteps(crew, config.seed, reducer, seed.host, config.threads is not None)
     apart: SideBySide | Fingerprint = SideBySide(config.seed, lanes, sharing.apart, plan.batch.shard)
     if config.sweep.tolerance is not None:  # equal training is asked for: fingerprints explain a difference
         apart = Fingerprint(working.module, apart)

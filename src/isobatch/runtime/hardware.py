@@ -12,6 +12,8 @@ from isobatch.config import Config, marked
 from isobatch.runtime import cores, machine
 from isobatch.runtime.distributed import Ranks
 
+STREAMS = 4  # of a CUDA device, where `threads` says nothing: one host has to fill them all
+
 
 def set_up(config: Config, ranks: Ranks, device: torch.device, begun: int = 1) -> int:
     """Set threads, determinism and matmul precision of this process; returns the number of threads of a kernel.
@@ -49,10 +51,10 @@ def share_of_cores(ranks: Ranks) -> int:
 
 
 def lanes(config: Config, ranks: Ranks, device: torch.device, at_once: int) -> int:
-    """Of `at_once` shards of an exact sum, those that this rank's cores can run at the same time."""
-    if not config.reduction.exact or device.type != "cpu":
+    """Of `at_once` shards of an exact sum, those that run at the same time: on this rank's cores, or on streams."""
+    if not config.reduction.exact or device.type not in ("cpu", "cuda"):
         return 1
-    return min(at_once, config.threads or share_of_cores(ranks))
+    return min(at_once, config.threads or (share_of_cores(ranks) if device.type == "cpu" else STREAMS))
 
 
 def wants_channels_last(config: Config, device: torch.device) -> bool:

@@ -1,4 +1,5 @@
-"""A lane: what one shard needs to be run beside others, in a thread, with the bits that it has when it is run alone.
+"""A lane: what one shard needs to be run beside others, in a thread, with the bits that it has when it is run alone
+(stream_lane.py: on a stream).
 
 Module objects of its own over the very weights: parameters that share the model's memory and collect gradients for
 themselves, and running statistics of their own. A generator of its own, seeded as the default one is for a shard. Buffers that
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
 
 class Shard(NamedTuple):
     """What a lane makes of one: weighted loss, 0-d; running statistics (n,), None where there are none; the gradients, in the
-    order of the model's parameters."""
+    order of the model's parameters, dense. `done`: the event behind its work, where that is on a stream of its own."""
 
     loss: Tensor
     statistics: Tensor | None
     gradients: list[Tensor | None]
+    done: Any = None
 
 
 class Lane:
@@ -78,16 +80,19 @@ class Lane:
 
     def run(self, state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> Shard:
         """Forward and backward of one shard, in the thread that calls."""
-        caught = Caught(parts, self.module)
-        seed: Any = self._seed
-        mine = replace(parts, criterion=self.criterion, statistics=self.statistics, working=Untouched(), apart=self._apart,
-                       seed=seed, precision=Uncached(parts.precision), reducer=caught)  # type: ignore[arg-type]  # fmt: skip
+        caught: Any = Caught(parts, self.module)
+        mine = replace(parts, criterion=self.criterion, statistics=self.statistics, working=Untouched(), reducer=caught,
+                       **self._parts(parts))  # fmt: skip
         micro_step(state, mine, step, micro)
-        gradients = [p.grad for p in self.own]
+        gradients = [p.grad if p.grad is None or p.grad.layout == torch.strided else p.grad.to_dense() for p in self.own]
         for p in self.own:
             p.grad = None
         assert caught.loss is not None
         return Shard(caught.loss, caught.statistics, gradients)
+
+    def _parts(self, parts: Parts) -> dict[str, Any]:
+        """Those that are a thread's own, beside the model."""
+        return {"apart": self._apart, "seed": self._seed, "precision": Uncached(parts.precision)}
 
     def _seed(self, step: int, shards: tuple[int, ...]) -> None:
         self.draws.generator.manual_seed(seed_of("shard", self.seed, step, shards[0]))

@@ -1,8 +1,8 @@
-"""Several shards of one process at the same time, under `reduction=exact` on a CPU: a thread of one core for each lane.
+"""Several shards of one process at the same time, under `reduction=exact`: each in a lane, a thread or a stream (crews.py).
 
 Equal bits need every kernel to see the shapes that it sees when a shard is alone, so a shard keeps its own forward and
 backward, and its kernels keep to one thread; what runs at once are shards. They are handed to the reducer in their order, by
-the thread that trains, so that nothing depends on which one was ready first.
+the thread (on the stream) that trains, so that nothing depends on which one was ready first.
 
 Before the first window every lane runs the first shard, all at once, and has to give the bits that it gives alone (see
 audit/repeat.py). A model that lanes cannot have for themselves runs one shard at a time, and a line says why.
@@ -11,26 +11,25 @@ audit/repeat.py). A model that lanes cannot have for themselves runs one shard a
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_map_only
 
 from isobatch.errors import JobFailed
 from isobatch.runtime.randomness import DRAWING, isolated_generators
-from isobatch.shards.own import told_apart
-from isobatch.train.lane import Lane, Shard, cast_twice
+from isobatch.train.crews import Crew
+from isobatch.train.lane import Lane, Shard
 from isobatch.train.step import micro_step
-from isobatch.train.unseen import WAY_OUT, Attributes, Buffers, Generators, GivenInputs, Shared
+from isobatch.train.stream_lane import landed
+from isobatch.train.unseen import WAY_OUT, Attributes, Buffers, GivenInputs, Shared
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -42,26 +41,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("isobatch")
 
-QUICK_S = 0.003  # of a core: Python and the hand-over of a shard take a millisecond, and one thread at a time has Python
-
 
 class LaneSteps:
     """Stands in for `micro_step`: returns as soon as a lane has the shard; at a window's last one, when the reducer has all.
 
     Args:
-        count: of lanes, at least two. seed: of the run. reducer: of the training; a micro step with any other one (an audit's,
-            say) is run here and now.
+        crew: of at least two. seed: of the run. reducer: of the training; a micro step with any other one (an audit's, say) is
+            run here and now.
         host: whether a forward may draw from Python's or NumPy's generator.
-        least_s: seconds of a core that a shard has to take; less, and they run one at a time.
+        asked: for so many at a time, whether it is faster or not.
     """
 
-    def __init__(self, count: int, seed: int, reducer: Any, host: bool, least_s: float = 0.0):
-        self.count, self.seed, self.reducer, self.host, self.least_s = count, seed, reducer, host, least_s
+    def __init__(self, crew: Crew, seed: int, reducer: Any, host: bool, asked: bool):
+        self.crew, self.count, self.seed, self.reducer, self.host, self.asked = crew, crew.count, seed, reducer, host, asked
         self.evaluated = -1  # step of the last evaluation before the lanes were made
         self.lanes: list[Lane] | None = []  # None: this model cannot have any
         self.free: SimpleQueue[Lane] = SimpleQueue()
         self.under_way: deque[tuple[MicroBatch, Future[Shard]]] = deque()
-        self.threads: ThreadPoolExecutor | None = None
         self.window = ExitStack()
 
     def __call__(self, state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> Tensor | None:
@@ -69,8 +65,10 @@ class LaneSteps:
             return micro_step(state, parts, step, micro)
         if micro.is_first:
             self._begin(state, parts)
-        self.under_way.append((micro, self._threads().submit(self._run, state, parts, step, micro)))
-        while self.under_way and (micro.is_last or len(self.under_way) > self.count):
+        while len(self.under_way) >= self.crew.room:
+            self._land(parts)
+        self.under_way.append((micro, self.crew.submit(self._run, state, parts, step, micro)))
+        while self.under_way and micro.is_last:
             self._land(parts)
         if micro.is_last:
             self._end(step)
@@ -81,8 +79,8 @@ class LaneSteps:
         for lane in self._built(state, parts):
             lane.refresh(parts)
         parts.working.zero_grad(state.optimizer)
-        self.shared = Generators(self.host), self._buffers(parts)
-        self.window.enter_context(told_apart())
+        self.shared = [*self.crew.shared(self.host), self._buffers(parts)]
+        self.window.enter_context(self.crew.window())
 
     def _end(self, step: int) -> None:
         """
@@ -90,17 +88,13 @@ class LaneSteps:
             JobFailed: something that lanes share has changed: the window's shards may have disturbed each other.
         """
         self.window.close()
+        self.crew.rest()
         if problem := next(filter(None, (shared.changed() for shared in self.shared)), None):
             raise JobFailed(f"step {step + 1}: {self.count} shards run at once, and the model {problem}; go on from the last "
                             f"checkpoint and {WAY_OUT}")  # fmt: skip
 
     def _buffers(self, parts: Parts) -> Buffers:
         return Buffers(parts.working.module, *(lane.module for lane in self.lanes or ()))
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self.threads is None:
-            self.threads = ThreadPoolExecutor(self.count, "lane", lambda: torch.set_num_threads(1))
-        return self.threads
 
     def _run(self, state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> Shard:
         lane = self.free.get()
@@ -112,7 +106,7 @@ class LaneSteps:
     def _land(self, parts: Parts) -> None:
         """Hand the oldest shard to the reducer, as if it had just been run."""
         micro, future = self.under_way.popleft()
-        shard = future.result()
+        shard = landed(future.result())
         with parts.reducer.shard(micro):
             if shard.statistics is not None:
                 parts.reducer.add_buffers(micro, shard.statistics)
@@ -121,11 +115,9 @@ class LaneSteps:
                 parameter.grad = gradient
 
     def close(self) -> None:
-        """The end of the threads, also in the middle of a window. Can be called twice."""
+        """The end of the crew's work, also in the middle of a window. Can be called twice."""
         self.under_way.clear()
-        if self.threads is not None:
-            self.threads.shutdown(cancel_futures=True)
-            self.threads = None
+        self.crew.close()
         self.window.close()
 
     # -- before the first one ------------------------------------------------------------------------------------------
@@ -133,7 +125,7 @@ class LaneSteps:
         if not self.lanes or (self.host and self.evaluated != state.evaluated):  # whose forwards may have left something
             self.evaluated, self.free = state.evaluated, SimpleQueue()
             self.weights = list(parts.working.module.parameters())
-            self.lanes = [Lane(parts, self.seed) for _ in range(self.count)]
+            self.lanes = list(self.crew.lanes(parts, self.seed))
             for lane in self.lanes:
                 self.free.put(lane)
         return self.lanes
@@ -150,13 +142,12 @@ class LaneSteps:
             lanes = self._built(state, parts)
             for lane in lanes:
                 lane.refresh(parts)
-            if (name := cast_twice(lanes[0], parts, _copied(micro), self.host)) is not None:
+            if (name := self.crew.cast_twice(lanes[0], parts, _copied(micro), self.host)) is not None:
                 return [], f"uses {name} twice in a forward, under autocast"
             results, problem = self._all_at_once(lanes, state, parts, step, micro)
-            if problem is None and (took := self._seconds(lanes[0], state, parts, step, micro)) < self.least_s:
+            if problem is None and (why := self._in_vain(lanes, state, parts, step, micro)) is not None:
                 self._alone()
-                log.info("one shard at a time: it takes %.1f ms, too little for threads (threads=%d: %d at a time all the "
-                         "same)", 1e3 * took, self.count, self.count)  # fmt: skip
+                log.info("one shard at a time: %s (threads=%d: %d at a time all the same)", why, self.count, self.count)
                 return [], None
             return results, problem
         except Exception as error:  # of every kind: it is a model's own copy that fails
@@ -169,25 +160,20 @@ class LaneSteps:
         own = [Attributes(lane.module, lane.criterion) for lane in lanes]
         copies = [_copied(micro) for _ in lanes]
         inputs = GivenInputs([(copy.inputs, copy.targets) for copy in copies])
-        watched: Sequence[Shared] = [Generators(True), self._buffers(parts), inputs, *own]
-        with told_apart():
-            futures = [self._threads().submit(lane.run, state, parts, step, copy)
+        watched: Sequence[Shared] = [*self.crew.shared(True), self._buffers(parts), inputs, *own]
+        with self.crew.window():
+            futures = [self.crew.submit(lane.run, state, parts, step, copy)
                        for lane, copy in zip(lanes, copies, strict=True)]  # fmt: skip
             failed = next(filter(None, [future.exception() for future in futures]), None)  # waits for all
         if failed is not None:
-            return [], f"fails in a thread ({type(failed).__name__}: {' '.join(str(failed).split())[:100]})"
+            return [], f"fails {self.crew.where} ({type(failed).__name__}: {' '.join(str(failed).split())[:100]})"
         problem = next(filter(None, (one.changed() for one in watched)), None)
-        return [Tried(lane, future.result()) for lane, future in zip(lanes, futures, strict=True)], problem
+        return [Tried(lane, landed(future.result())) for lane, future in zip(lanes, futures, strict=True)], problem
 
-    def _seconds(self, lane: Lane, state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> float:
-        """Of a core, for a shard that is run in this thread, once it has been run before; other programs hardly matter."""
-        if not self.least_s:
-            return 0.0
+    def _in_vain(self, lanes: list[Lane], state: TrainState, parts: Parts, step: int, micro: MicroBatch) -> str | None:
+        """Why one at a time is as good, where nobody asked for more."""
         copy = _copied(micro)
-        with told_apart():
-            before = time.thread_time()
-            lane.run(state, parts, step, copy)
-            return time.thread_time() - before
+        return None if self.asked else self.crew.in_vain(lambda lane: lane.run(state, parts, step, copy), lanes)
 
     def _alone(self) -> None:
         """From now on one shard at a time."""
@@ -211,10 +197,10 @@ class Tried:
     def __init__(self, lane: Lane, shard: Shard):
         self.working: Module = lane.module
         self.diary: Diary | None = None
-        self.loss: Tensor | None = shard.loss
+        self.loss: Tensor | None = shard.loss.cpu()
         named = zip(lane.module.named_parameters(), shard.gradients, strict=True)
-        self.gradients = {name: g.to_dense() if g.layout != torch.strided else g for (name, _), g in named if g is not None}
-        self.buffers = {name: buffer.detach() for name, buffer in lane.module.named_buffers()}
+        self.gradients = {name: g.cpu() for (name, _), g in named if g is not None}
+        self.buffers = {name: buffer.detach().cpu() for name, buffer in lane.module.named_buffers()}
 
 
 def undisturbed(prepare: Callable[..., Any] | None) -> Callable[..., Any] | None:
