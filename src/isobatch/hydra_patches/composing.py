@@ -9,9 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 from hydra._internal import defaults_list as hydra_s
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.default_element import ConfigDefault, GroupDefault, InputDefault
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import _utils as omegaconf_s
@@ -20,6 +21,8 @@ from isobatch.config import conf_folder
 from isobatch.hydra_patches.layers import OVERLAYS
 from isobatch.hydra_patches.numbers import NUMBERED
 
+Plugins.instance()  # executes the modules of Hydra's sources once more: a class imported before is not the one that loads
+FileConfigSource: Any = SourcesRegistry.instance().resolve("file")
 _load, _map, _mode = FileConfigSource.load_config, hydra_s._create_interpolation_map, Hydra.get_mode
 yaml_loader = lru_cache(omegaconf_s.get_yaml_loader)  # a class, which OmegaConf makes anew for each file
 
