@@ -18,6 +18,7 @@ from isobatch.cli.command import check_dashes
 from isobatch.cli.help_screen import help_screen, own_folders
 from isobatch.config import plain_config
 from isobatch.errors import ConfigError
+from isobatch.hydra_patches import composing
 
 
 @pytest.fixture
@@ -43,6 +44,13 @@ def test_anything_else_composes_and_is_then_refused_so_that_a_sweep_can_go_on(ch
     plain = composed(f"accumulation={choice}")
     with pytest.raises(ConfigError, match=rf"(?i)accumulation\.steps={choice}: is not a positive integer"):
         configuration.load(plain)
+
+
+def test_the_jobs_of_a_sweep_read_a_file_once() -> None:
+    composed()
+    before = composing.parsed.cache_info()
+    composed("seed=5")
+    assert composing.parsed.cache_info().misses == before.misses and composing.parsed.cache_info().hits > before.hits
 
 
 def test_sweeps_keep_their_plain_spelling(patches: None) -> None:
