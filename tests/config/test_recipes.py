@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from harness import plain, rows, summary, train
 from PIL import Image
 
@@ -155,3 +156,35 @@ def test_layer_decay_reaches_the_input_of_the_finetuned_network() -> None:
     names = {p: name for name, p in model.named_parameters()}
     rates = {names[p]: group["lr"] for group in config.optimizer.build(model, 64).param_groups for p in group["params"]}
     assert rates["head.fc.weight"] == pytest.approx(2e-4) and rates["stem.0.weight"] < 0.75**2 * 2e-4
+
+
+def of_timms_users() -> tuple[list[str], list[list[str]]]:
+    """Options of timm's that docs/timm.md names, and the words of its commands."""
+    options, commands = [], []
+    for line in re.findall(r"^\|(.*)\|$", (Path(__file__).parents[2] / "docs/timm.md").read_text(), re.MULTILINE):
+        theirs, ours, _ = line.split("|")
+        options += re.findall(r"`(--[a-z][a-z-]+)`", theirs)
+        commands += [command.split() for command in re.findall(r"`([a-z+].*?)`", ours)]
+    return options, [[word for word in command if not word.startswith("hydra.")] for command in commands]
+
+
+def test_the_page_for_timms_users_names_settings_that_there_are() -> None:
+    options, commands = of_timms_users()
+    assert len(commands) > 75 and len(set(options)) == len(options) > 150
+    whole = yaml.safe_load((conf_folder() / "config.yaml").read_text())
+    usual = {group: choice for entry in whole["defaults"] if isinstance(entry, dict) for group, choice in entry.items()}
+    for command in commands:
+        words = dict(word.split("=", 1) for word in command)
+        chosen = usual | {word: value for word, value in words.items() if word in usual}
+        for word in words.keys() - usual.keys():
+            group, _, key = word.lstrip("+").partition(".")
+            node = yaml.safe_load((conf_folder() / group / f"{chosen[group]}.yaml").read_text()) if group in usual else whole
+            for part in (key if group in usual else word).split(".")[: -1 if word.startswith("+") else None]:
+                assert part in node, (command, word)
+                node = node[part]
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_for_timms_users_is_one() -> None:
+    for command in of_timms_users()[1]:
+        load(plain(*command))
