@@ -106,9 +106,9 @@ def facts(summary: Mapping[str, Any], run_dir: str) -> list[tuple[str, str]]:
     pairs.append(("speed", ", ".join(part for part in (speed, *spans) if part)))
     ranks = summary.get("ranks") or []
     if ranks:
-        peaks = [rank["peak_memory_mb"] for rank in ranks]
+        peaks = [mb for rank in ranks for mb in numbers(rank["peak_memory_mb"])]
         low, high = f"{min(peaks):,.0f}", f"{max(peaks):,.0f}"
-        of = f" per rank, {len(ranks)} ranks" if len(ranks) > 1 else ""
+        of = f" per rank, {len(ranks)} ranks" if len(ranks) > 1 else f" per device, {len(peaks)} devices" * (len(peaks) > 1)
         pairs.append(("peak memory", (high if low == high else f"{low} to {high}") + " MB" + of))
     if summary.get("weights_sha256"):
         pairs.append(("weights", f"sha256 {summary['weights_sha256'][:16]}"))
@@ -118,6 +118,11 @@ def facts(summary: Mapping[str, Any], run_dir: str) -> list[tuple[str, str]]:
         again = f"hydra.sweep.dir={sweep}" if sweep else f"resume={run_dir}"
         pairs.append(("go on with", f"the same command and {relative(again)}"))
     return [(label, text) for label, text in pairs if text]
+
+
+def numbers(told: Any) -> list[float]:
+    """Of one device, or a map of several."""
+    return list(told.values()) if isinstance(told, Mapping) else [told]
 
 
 def progress(row: Mapping[str, Any]) -> dict[str, str]:

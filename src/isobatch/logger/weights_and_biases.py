@@ -261,5 +261,6 @@ def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
     for group in ("best", "time", "perf"):
         values.update({f"{group}/{key}": value for key, value in (summary.get(group) or {}).items()})
     for rank in summary.get("ranks") or []:
-        values[f"memory/rank{rank['rank']}_mb"] = rank["peak_memory_mb"]
+        peak = rank["peak_memory_mb"]
+        values[f"memory/rank{rank['rank']}_mb"] = next(iter(peak.values())) if isinstance(peak, dict) else peak
     return {key: value for key, value in values.items() if value is not None}

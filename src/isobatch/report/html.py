@@ -157,10 +157,14 @@ def _bars(index: int, run: RunRecord, most: float, comparison: Leaderboard) -> s
     bars = "".join(
         f'<div class="row"><span>{escape(memory.label)}</span><span class="track">'
         f'<i style="width:{100 * memory.peak_mb / most:.1f}%;background:{paint}"></i></span>'
-        f"<b>{memory.peak_mb:,.0f} MB</b></div>"
+        f"<b>{memory.peak_mb:,.0f} MB{_busy(memory.busy)}</b></div>"
         for memory in run.memory
     )
     return f'<div class="job" data-j="{index}"><h3>{escape(comparison.names[index])}</h3>{bars}</div>'
+
+
+def _busy(share: float | None) -> str:
+    return "" if share is None else f", {share:.0f} % busy"
 
 
 def _config(comparison: Leaderboard) -> str:

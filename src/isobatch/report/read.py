@@ -33,10 +33,11 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Peak memory of one device (or of one process on CPU), in MB."""
+    """Peak memory of one device (or of one process on CPU), in MB, and the per cent of its time that it was busy."""
 
     label: str
     peak_mb: float
+    busy: float | None = None
 
 
 @dataclass
@@ -176,9 +177,15 @@ def read_run(job: str, folder: Path) -> RunRecord:
 
 def _memory(rank: Mapping[str, Any]) -> list[DeviceMemory]:
     """One entry per device: a process of DataParallel reports `peak_memory_mb` as a map from device to MB."""
-    peak, label = rank.get("peak_memory_mb"), f"rank {rank.get('rank', '?')}"
+    peak, label, busy = rank.get("peak_memory_mb"), f"rank {rank.get('rank', '?')}", rank.get("busy_percent")
     peaks = peak.items() if isinstance(peak, dict) else [(rank.get("device", ""), peak)]
-    return [DeviceMemory(one_line(f"{label} {device}"), number(mb)) for device, mb in peaks if number(mb) > 0]
+    shares = busy if isinstance(busy, dict) else dict.fromkeys((device for device, _ in peaks), busy)
+    return [DeviceMemory(one_line(f"{label} {device}"), number(mb), _share(shares.get(device)))
+            for device, mb in peaks if number(mb) > 0]  # fmt: skip
+
+
+def _share(value: object) -> float | None:
+    return number(value) if isinstance(value, int | float) and 0 <= value <= 100 else None
 
 
 def _list(value: object) -> list[Any]:

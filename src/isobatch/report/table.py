@@ -165,6 +165,8 @@ _FIXED = [
     Column("peak MB", MEMORY, -1, rank=5),
     Column("peak MB by rank", MEMORY),
     Column("imbalance", MEMORY, -1),
+    Column("main device %", MEMORY),
+    Column("busy % by device", MEMORY),
     Column("pids", MEMORY),
     Column("loss scale", MEMORY),
     Column("skipped steps", MEMORY),
@@ -211,7 +213,7 @@ def _row(
 ) -> dict[str, Cell]:
     summary, last = run.summary, run.metrics.last_train
     perf, time = summary.get("perf") or {}, summary.get("time") or {}
-    peaks = [memory.peak_mb for memory in run.memory]
+    peaks, busy = [memory.peak_mb for memory in run.memory], [memory.busy for memory in run.memory]
     digest = summary.get("weights_sha256")
     row: dict[str, Cell] = {key: leaf.get(key) for key in keys}
     row |= {f"final {name}": value for name, value in metrics[0].items()}
@@ -227,6 +229,8 @@ def _row(
         "peak MB": max(peaks, default=None),
         "peak MB by rank": ", ".join(f"{peak:.0f}" for peak in peaks) if len(peaks) > 1 else None,
         "imbalance": max(peaks) * len(peaks) / sum(peaks) if len(peaks) > 1 else None,
+        "main device %": 100 * peaks[0] / sum(peaks) if len(peaks) > 1 else None,
+        "busy % by device": ", ".join(f"{share:.0f}" for share in busy if share is not None) or None,
         "pids": ", ".join(map(str, run.pids)) or None,
         "loss scale": _known(last.get("train/loss_scale")),
         "skipped steps": _known(summary.get("skipped_steps", last.get("train/skipped_steps"))),

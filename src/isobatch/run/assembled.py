@@ -25,6 +25,7 @@ from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.rows import Standing
 from isobatch.runtime import hardware, randomness
+from isobatch.runtime.device_use import DeviceUse
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import ShardSeeder
 from isobatch.shards.criteria import EachShard, handed_on
@@ -137,7 +138,7 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         eval_every=config.eval_every or plan.windows_per_epoch,
         ahead=0 if in_steps(config.plain.get("eval_every")) else plan.ahead,
         profiler=config.profile.build(run_dir, ranks, device), stop_requested=STOP.asked,
-        pace=pace.watched(config, state, ranks, device), chain=rules.chain,
+        pace=pace.watched(config, state, ranks, device), chain=rules.chain, use=DeviceUse(lanes),
         lane_steps=lane_steps,
     )  # fmt: skip
     loop.audit = hooks.wanted(config, loop, lanes, seed.all, withdraw)

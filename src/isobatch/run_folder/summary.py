@@ -11,6 +11,7 @@ import torch
 
 from isobatch.run_folder import layout
 from isobatch.runtime import accelerator
+from isobatch.runtime.device_use import by_device
 from isobatch.runtime.dtensor import in_parts
 from isobatch.train.state import weights_sha256
 
@@ -79,10 +80,14 @@ def digest(run: Summarized, ending: str) -> str | None:
 
 
 def this_rank(run: Summarized) -> dict[str, Any]:
-    device = run.device
-    try:
-        peak: float | None = accelerator.peak_memory_mb(device)
-    except Exception:  # of a device that failed
-        peak = None
+    use = run.loop.use if run.loop is not None else None
+    devices, peaks = use.devices if use else [run.device], list[float | None]()
+    for device in devices:
+        try:
+            peaks.append(accelerator.peak_memory_mb(device))
+        except Exception:  # of a device that failed
+            peaks.append(None)
+    busy = use.busy() if use else [None]
+    known = {"busy_percent": by_device(devices, busy)} if any(share is not None for share in busy) else {}
     return {"rank": run.ranks.rank, "local_rank": run.ranks.local_rank, "pid": os.getpid(), "host": platform.node(),
-            "device": accelerator.name(device), "peak_memory_mb": peak}  # fmt: skip
+            "device": accelerator.name(run.device), "peak_memory_mb": by_device(devices, peaks), **known}  # fmt: skip

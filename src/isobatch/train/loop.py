@@ -21,7 +21,7 @@ from isobatch.evaluate.evaluator import Evaluator
 from isobatch.logger import Logger
 from isobatch.profile.profiler import Profiler
 from isobatch.run_folder.files import RunFiles
-from isobatch.runtime import accelerator, machine_load
+from isobatch.runtime import accelerator, device_use, machine_load
 from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.dtensor import whole
 from isobatch.stop import TIME_UP, Ending, Stopping
@@ -83,6 +83,7 @@ class Loop:
     profiler: Profiler = field(default_factory=Profiler)
     audit: Callable[[TrainState, Parts, Iterator[WindowData]], Iterator[WindowData]] | None = None
     chain: Chain = field(default_factory=Chain)
+    use: device_use.DeviceUse = field(default_factory=device_use.DeviceUse)
     ending: Ending | None = None  # how a rule has ended the run before its length was up
     pace: Pace | None = None
     lane_steps: LaneSteps | None = None  # the micro step in `parts`, where shards run at the same time
@@ -236,9 +237,9 @@ class Loop:
         better = options.better(state.best, result)
         state.better = better or state.better
         improved = options.improved(state.best, result, state.step)
-        told = self.ranks.gather_objects((accelerator.peak_memory_mb(self.parts.device), machine_load.here(self.ranks))) or []
+        told = self.ranks.gather_objects((self.use.since(), machine_load.here(self.ranks))) or []
         logged = {**row, **{f"best/{metric}": best["value"] for metric, best in state.best.items()},
-                  **{f"memory/rank{rank}_mb": peak for rank, (peak, _) in enumerate(told)},
+                  **{f"memory/rank{rank}{key}": value for rank, (use, _) in enumerate(told) for key, value in use.items()},
                   **machine_load.rows([load for _, load in told])}  # fmt: skip
         if self.log_weights:
             flat = torch.cat([whole(p).detach().reshape(-1) for p in state.parameters])
@@ -261,6 +262,7 @@ class Loop:
     def _row(self, data: WindowData, lr: float, norm: torch.Tensor | None) -> tuple[dict[str, Any], accelerator.Fetched]:
         """The row of a logged step, and what of it is still on its way from the device: the loss, and the norm if any."""
         state = self.state
+        self.use.look()
         row = {"step": state.step, "update": state.update, "epoch": data.window.epoch, "samples": state.samples,
                "train/loss": None, "train/lr": lr}  # fmt: skip
         if norm is not None:
