@@ -192,7 +192,7 @@ def named_loss() -> Any:
     return criterion
 
 
-@pytest.mark.parametrize("plan", ["single", "ddp4"])
+@pytest.mark.parametrize("plan", ["single", pytest.param("ddp4", marks=pytest.mark.slow)])
 def test_named_numbers_are_logged_by_their_own_weights(tmp_path: Path, start: None, monkeypatch: pytest.MonkeyPatch,
                                                        plan: str) -> None:  # fmt: skip
     register(loss, "test_named", named_loss, monkeypatch)

@@ -212,7 +212,8 @@ def test_a_training_is_the_same_with_and_without_the_question(tmp_path: Path, pl
 
 @pytest.mark.parametrize("plan", [
     pytest.param(Plan("ddp7", ("parallel=ddp",), 7), id="ddp7", marks=pytest.mark.slow),  # the last has no shard
-    pytest.param(Plan("ddp2 looks", ("parallel=ddp", "parallel.find_unused_parameters=true"), 2), id="ddp2 looks"),
+    pytest.param(Plan("ddp2 looks", ("parallel=ddp", "parallel.find_unused_parameters=true"), 2), id="ddp2 looks",
+                 marks=pytest.mark.slow),
     pytest.param(Plan("fsdp4", ("parallel=fsdp",), 4), id="fsdp4", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_so_are_several_ranks(tmp_path: Path, plan: Plan) -> None:

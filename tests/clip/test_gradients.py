@@ -195,6 +195,7 @@ def test_sam_is_what_its_authors_do_with_one_gradient_of_the_whole_batch(tmp_pat
     assert rows(tmp_path / "sam", "train/loss") == rows(tmp_path / "still", "train/loss")
 
 
+@pytest.mark.slow
 def test_sam_with_batch_norm_and_half_gradients_is_finite_and_alike(tmp_path: Path) -> None:
     words = ("logger=none", "threads=1", "reduction=exact", "data=synthetic", "data.samples=24", "data.eval_samples=8",
              "data.image_size=32", "data.num_classes=4", "model=timm", "model.arch=test_resnet", "epochs=null", "steps=2",

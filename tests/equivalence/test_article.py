@@ -37,7 +37,7 @@ def stock(ranks: Ranks) -> list[list[float]]:
     return weights
 
 
-@pytest.mark.parametrize(("shards", "begin"), [(2, TWO), (3, THREE)])
+@pytest.mark.parametrize(("shards", "begin"), [(2, TWO), pytest.param(3, THREE, marks=pytest.mark.slow)])
 def test_every_plan_ends_on_stock_ddps_weights(tmp_path: Path, shards: int, begin: list[float]) -> None:
     expected = on_ranks(shards, tmp_path / "stock", stock)[0]
     assert expected[-1][:4] == pytest.approx(begin, abs=1e-6)

@@ -39,7 +39,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
 
 
 STEPS = 4  # the fourth is the epoch's tail
-ALWAYS = (DP[0], DDP[1], DDP[5])  # the others, and 200 steps of all, in `make test-all`
+ALWAYS = (DP[0], DDP[1])  # the others, and 200 steps of all, in `make test-all`; uneven and idle ranks are below
 
 
 @pytest.mark.parametrize("plan", [pytest.param(plan, id=plan.name, marks=() if plan in ALWAYS else pytest.mark.slow)
@@ -49,7 +49,8 @@ def test_every_plan_trains_the_same_bits(tmp_path: Path, one: dict[str, Trace], 
         assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
 
 
-def test_half_weights_train_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", [DDP[2], pytest.param(DP[0], marks=pytest.mark.slow)], ids=lambda plan: plan.name)
+def test_half_weights_train_the_same_bits(tmp_path: Path, plan: Plan) -> None:
     """Their gradients are summed in fp32 and handed to the masters as they are."""
     made = {
         f"{precision}-{method}": job(f"precision={precision}", "optimizer=sgd", "optimizer.lr=0.05", "reduction=exact",
@@ -57,9 +58,8 @@ def test_half_weights_train_the_same_bits(tmp_path: Path) -> None:
         for precision, method in (("O2", "tree"), ("O2", "bin64"), ("bf16_pure", "tree"))
     }  # fmt: skip
     one = {name: ranks[0] for name, ranks in traces(tmp_path, ONE, made).items()}
-    for plan in (DP[0], DDP[2]):
-        for name, ranks in traces(tmp_path, plan, made).items():
-            assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
+    for name, ranks in traces(tmp_path, plan, made).items():
+        assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
 
 
 @pytest.fixture(scope="module")

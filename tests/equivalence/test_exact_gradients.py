@@ -71,8 +71,11 @@ def extreme(method: str, factors: list[float], *overrides: str) -> dict[str, Any
     return made
 
 
-@METHODS
-@pytest.mark.parametrize("plans", [(DP[1], DDP[0]), pytest.param((DDP[2], DDP[5]), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("method", "plans"), [
+    ("tree", (DDP[0],)), ("bin64", (DP[1],)),
+    *(pytest.param(method, (*DP[1:], DDP[0], DDP[2], DDP[5]), marks=pytest.mark.slow, id=f"{method}-every")
+      for method in ("tree", "bin64")),
+])  # fmt: skip
 def test_extreme_gradients_train_the_same_bits_or_are_skipped_alike(tmp_path: Path, method: str, plans: Any) -> None:
     made = {
         "far apart": extreme(method, [1e30, 1e-30, 1.0]),

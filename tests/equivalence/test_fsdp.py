@@ -52,8 +52,8 @@ LATER = pytest.mark.slow  # make test-all
 
 
 @pytest.mark.parametrize("plan", [
-    *(pytest.param(plan, marks=LATER) for plan in (UNEVEN, IDLE, options(UNEVEN, "whole", *WHOLE))),
-    options(IDLE, "whole", *WHOLE, "parallel.blocks=[]"),
+    *(pytest.param(plan, marks=LATER) for plan in (
+        UNEVEN, IDLE, options(UNEVEN, "whole", *WHOLE), options(IDLE, "whole", *WHOLE, "parallel.blocks=[]"))),
     options(UNEVEN, "hybrid", "parallel.shard_size=2", "parallel.reduce_between_micro_steps=false"),
 ], ids=lambda plan: plan.name)  # fmt: skip
 def test_the_same_as_one_process(tmp_path: Path, alone: dict[str, Trace], plan: Plan) -> None:

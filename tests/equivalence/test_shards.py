@@ -18,7 +18,13 @@ def test_a_micro_batch_of_any_size_is_the_same_training(tmp_path: Path) -> None:
     assert max(found.values()) <= 1e-12, found
 
 
-@pytest.mark.parametrize("plan", [pytest.param("dp2", marks=pytest.mark.slow), "ddp2", "fsdp2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "ddp2",
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("dp2", "fsdp2")),
+    ],
+)
 def test_a_micro_batch_of_any_size_on_any_plan(tmp_path: Path, plan: str) -> None:
     expected = {"own": traces(tmp_path / "one", ONE, {"own": job("own", 8)})["own"][0]}
     found = distances(tmp_path / "more", PLANS[plan], {f"own {micro}": job("own", micro) for micro in (8, 24)}, expected)

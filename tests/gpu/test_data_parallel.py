@@ -96,11 +96,11 @@ def test_evaluation_uses_all_devices_and_sums_as_one(tmp_path: Path, alone, monk
 def test_what_runs_per_micro_step_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     """Statistics: one copy to each device, one mean, one copy back; not one of each per layer."""
     counts = {}
-    for arch in ("resnet10t", "resnet14t"):
-        words = "model=timm", f"model.arch={arch}", "data.image_size=32", "data.in_chans=3", "parallel=dp", "eval_every=9"
-        runs = [on_gpus(tmp_path / f"{arch}{kind}", job(*words, f"model.batch_norm={kind}", "steps=1", probe=False), 2)
+    for depth in (1, 3):
+        words = "model=mlp", "model.norm=true", "model.width=8", f"model.depth={depth}", "parallel=dp", "eval_every=9"
+        runs = [on_gpus(tmp_path / f"{depth}{kind}", job(*words, f"model.batch_norm={kind}", "steps=1", probe=False), 2)
                 for kind in ("shard", "frozen")]  # fmt: skip
-        counts[arch] = [run.machine.launches for run in runs]
+        counts[depth] = [run.machine.launches for run in runs]
     for name in ("stack", "mean", "cat", "_foreach_copy", "_to_copy"):
         learned, frozen = ([kinds[i][name] for kinds in counts.values()] for i in (0, 1))
         assert learned[0] - frozen[0] == learned[1] - frozen[1], name

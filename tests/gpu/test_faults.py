@@ -75,8 +75,10 @@ def test_one_stream_copies_all_batches_of_a_run(tmp_path: Path) -> None:
     assert few is not None and many is not None and many.streams == few.streams <= 3
 
 
-@pytest.mark.parametrize("words", ["reduction=exact", "reduction=exact reduction.method=bin64", "loss=jsd", "augment=mixup",
-                                   "augment=mixup augment.mix_mode=elem"])  # fmt: skip
+@pytest.mark.parametrize("words", [
+    "reduction=exact", "augment=mixup augment.mix_mode=elem",
+    *(pytest.param(w, marks=pytest.mark.slow) for w in ("reduction=exact reduction.method=bin64", "loss=jsd", "augment=mixup")),
+])  # fmt: skip
 def test_the_bits_of_one_cpu(tmp_path: Path, words: str) -> None:
     one = on_cpu(tmp_path / "cpu", job(*words.split()))
     assert apart(one, on_gpus(tmp_path / "gpu", job(*words.split()))) == 0

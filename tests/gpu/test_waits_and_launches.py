@@ -53,7 +53,12 @@ WAITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", WAITS)
+# like others of the table, as far as the host is concerned
+LATER = {"precision=tf32", "precision=bf16", "precision=O3", "precision=O2", "loss=jsd", "augment=mixup augment.mix_mode=elem",
+         "optimizer=adamw", "ema=ema", "loss=distill loss.teacher.arch=resnet10t"}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [pytest.param(w, marks=pytest.mark.slow if w in LATER else ()) for w in WAITS])
 def test_host_waits_a_step(tmp_path: Path, words: str) -> None:
     steps = 3
     with pretend(2 if "dp" in words else 1) as machine:

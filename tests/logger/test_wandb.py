@@ -32,11 +32,16 @@ def everything_written(folder: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.parametrize("by", ["itself", pytest.param("torchrun", marks=pytest.mark.slow)])
 @pytest.mark.case(27)
-def test_27_one_run_for_all_ranks(tmp_path: Path) -> None:
+def test_27_one_run_for_all_ranks(tmp_path: Path, by: str) -> None:
     environ = {**bare_environ(tmp_path), "WANDB_MODE": "offline"}
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = command(*TINY, "parallel=ddp", "steps=4", launcher=torchrun, environ=environ)
+    words = (*TINY, "parallel=ddp", "steps=4")
+    if by == "torchrun":
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+        done = command(*words, launcher=torchrun, environ=environ)
+    else:
+        done = command(*words, "parallel.nproc=2", environ=environ)
     assert done.returncode == 0, done.stderr
     (file,) = offline_files(tmp_path)
     run = read_offline(file)

@@ -50,7 +50,8 @@ def run_with_teacher(folder: Path, words: tuple[str, ...], ranks: Ranks, monkeyp
 
 
 @pytest.mark.parametrize("words", [("parallel=single", "precision=fp32"), ("parallel=dp", "precision=amp"),
-                                   ("parallel=single", "precision=O2"), ("parallel=single", "precision=O3")])  # fmt: skip
+                                   *(pytest.param(("parallel=single", f"precision={level}"), marks=pytest.mark.slow)
+                                     for level in ("O2", "O3"))])  # fmt: skip
 @pytest.mark.case(19)
 def test_a_teacher_is_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     images = "data=synthetic", "data.samples=32", "data.eval_samples=8", "data.image_size=48"  # a 3 x 3 of halves needs 2 x 2

@@ -272,7 +272,8 @@ def test_blocks_are_what_a_model_lists() -> None:
 
 
 def test_the_plan_counts_the_parts(tmp_path: Path) -> None:
-    words = ("task=plan", "logger=none", "model=resnet18", "data=synthetic", "data.image_size=32", "optimizer=adamw")
+    words = ("task=plan", "logger=none", "model=timm", "model.arch=test_vit", "+model.kwargs.img_size=32", "data=synthetic",
+             "data.image_size=32", "optimizer=adamw")  # fmt: skip
     memory = {}
     for name, more in {"ddp": ("parallel=ddp", "parallel.nproc=4"), "fsdp": ("parallel=fsdp", "parallel.nproc=4")}.items():
         train(tmp_path / name, *words, *more)

@@ -50,7 +50,9 @@ def alive_at_peak(run: Run, windows: int) -> int:
     ("model", "micro_batch"),
     [
         pytest.param(("model=resnet18",), 32, marks=pytest.mark.slow),  # one micro step: gradients come while activations go
-        (("model=resnet18", "optimizer=sgd"), 16),  # two: the last layers' gradients are there twice, and copied
+        pytest.param(
+            ("model=resnet18", "optimizer=sgd"), 16, marks=pytest.mark.slow
+        ),  # two: the last layers' gradients are there twice, and copied
         (("model=timm", "model.arch=test_convnext", "ema=ema"), 8),  # four micro steps
         pytest.param((*VIT, "optimizer=sgd"), 16, marks=pytest.mark.slow),
     ],

@@ -31,7 +31,7 @@ def rows_by_job(folder: Path) -> dict[str, dict[str, str]]:
         return {row["job"]: row for row in csv.DictReader(file)}
 
 
-def test_writes_every_file_and_a_row_per_job(tmp_path: Path) -> None:
+def test_writes_every_file_and_a_row_per_job(tmp_path: Path, pictures: None) -> None:
     losses = [1 / (k + 1) for k in range(100)]
     for job, name in enumerate(("single", "ddp", "dp")):
         write_run(tmp_path / str(job), losses, {50: 0.8, 100: 0.9 - job / 100}, {"parallel": {"name": name}})

@@ -33,7 +33,7 @@ def report(root: Path, width: int = 80) -> tuple[Leaderboard, str, str]:
     return comparison, console.file.getvalue(), (root / "report.html").read_text()  # type: ignore[attr-defined]
 
 
-def test_jobs_are_named_by_what_differs_everywhere(tmp_path: Path) -> None:
+def test_jobs_are_named_by_what_differs_everywhere(tmp_path: Path, pictures: None) -> None:
     swept(tmp_path)
     comparison, _, page = report(tmp_path)
     assert set(comparison.names) == {"lr 0.001, accumulation 1", "lr 0.01, accumulation 1", "lr 0.1, accumulation 1",

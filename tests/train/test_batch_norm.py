@@ -57,7 +57,7 @@ def test_case_21_the_average_counts_updates_not_micro_steps(tmp_path: Path) -> N
     assert seen == pytest.approx([0.45, 1.655], abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
 @pytest.mark.case(21)
 def test_case_21_the_average_has_the_models_statistics_and_comes_back(tmp_path: Path, strategy: str) -> None:
     words = (*norm_probe("ten", [10.0] * 4, "batch.micro=2", "batch.shard=null", "ema=ema"), "batch.effective=4", "steps=2",
