@@ -53,7 +53,8 @@ def test_linear_probing_trains_the_classifier_and_nothing_else(tmp_path: Path, s
 @pytest.mark.parametrize("more", [
     *(pytest.param(words, marks=pytest.mark.slow)
       for words in ((), ("reduction=exact",), ("precision=O2", "data.image_size=48"))),
-                                  ("reduction=exact", "optimizer=adamw", "channels_last=true")])  # fmt: skip
+    ("reduction=exact", "optimizer=adamw", "channels_last=true"),
+])  # fmt: skip
 def test_frozen_parts_stay_so_on_two_processes(tmp_path: Path, start: dict[str, torch.Tensor], more: tuple[str, ...]) -> None:
     part = ("model.freeze=[conv1,bn1,'layer[12]']", *more)
     train_ranks(2, tmp_path / "two", *SHORT, *part)
