@@ -134,19 +134,20 @@ def compare(overrides: list[str], steps: int, rounds: int, ranks: Ranks | None =
         return statistics.median(added), statistics.median(ratios)
 
 
-def _rank(rank: int, world_size: int, store: str, overrides: list[str], steps: int, rounds: int, results: Any) -> None:
+def _rank(rank: int, world_size: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...], results: Any) -> None:
     torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what a run says of itself
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-    results.put((rank, compare(overrides, steps, rounds, Ranks(rank, world_size, rank, world_size))))
+    results.put((rank, work(*arguments, Ranks(rank, world_size, rank, world_size))))
     dist.destroy_process_group()
 
 
-def compare_on_ranks(world_size: int, overrides: list[str], steps: int, rounds: int) -> tuple[float, float]:
+def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work(*arguments, ranks)` gives on the first of so many processes."""
     context = mp.get_context("spawn")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        args = (world_size, f"{folder}/store", overrides, steps, rounds, results)
+        args = (world_size, f"{folder}/store", work, arguments, results)
         processes = [context.Process(target=_rank, args=(r, *args)) for r in range(world_size)]
         for process in processes:
             process.start()
@@ -195,7 +196,7 @@ def rows(which: Collection[str] = ("toy", "resnet18", "ddp", "start")) -> Iterat
         yield f"resnet18, 64 px, micro 16, accumulation {accumulation}: speed", f"{ratio:.3f}", "a hand-written loop"
     for accumulation in (1, 3) if "ddp" in which else ():
         words = ["parallel=ddp", *RESNET, f"batch.effective={32 * accumulation}", "batch.micro=16", "batch.shard=null"]
-        _, ratio = compare_on_ranks(2, words, 3, 7)
+        _, ratio = on_ranks(2, compare, words, 3, 7)
         yield f"the same, DDP x 2, accumulation {accumulation}: speed", f"{ratio:.3f}", "the loop in torch's DDP"
     if "start" in which:
         yield "start to the end of the first step: time", f"{first_step():.2f} x", "a bare script on torch and timm"

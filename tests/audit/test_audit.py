@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +26,7 @@ from isobatch.audit.shard import Round
 from isobatch.batch_plan import BatchPlan, resolve_batch
 from isobatch.data import DataInfo
 from isobatch.errors import ConfigError, JobFailed
-from isobatch.launch.withdrawal import withdraw
+from isobatch.launch import withdrawal
 from isobatch.runtime.distributed import Ranks
 
 SHORT = (*BASE, "steps=4", "eval_every=4", "reduction=exact", "audit=replay", "audit.every=2", "optimizer=adamw")
@@ -215,16 +218,48 @@ def test_exclusion_saves_the_step_before_and_says_what_it_cannot_do(tmp_path: Pa
     assert len(ends) == 2 and ends[0] == ends[1]
 
 
-@pytest.mark.parametrize(("environ", "told"), [
-    ({}, "torchrun did not start the run"),
-    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "the launch has no other"),
-    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "leaves the launch"),
+@pytest.mark.parametrize(("environ", "told", "leaves"), [
+    ({}, "torchrun did not start the run", False),
+    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "the launch has no other", False),
+    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "leaves the launch", True),
+    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "PET_RDZV_ENDPOINT": "here"},
+     "serves the rendezvous, and the launch ends with it: start it again elsewhere", True),
 ])  # fmt: skip
-def test_a_node_leaves_where_there_is_another(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], told: str) -> None:
+def test_a_node_leaves_where_there_is_another(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], told: str,
+                                              leaves: bool) -> None:  # fmt: skip
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
-    assert told in withdraw(environ)
-    assert sent == ([(os.getppid(), signal.SIGTERM)] if told == "leaves the launch" else [])
+    monkeypatch.setattr(withdrawal, "serves", lambda pid, port: (pid, port) == (os.getppid(), 29400))
+    node = withdrawal.Node(environ)
+    assert told in node.withdraw()
+    assert sent == ([(os.getppid(), signal.SIGTERM)] if leaves else [])
+    assert (node.hindrance() == "") == (told == "leaves the launch")
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="the kernel keeps no table of sockets there")
+def test_who_serves_the_rendezvous_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert withdrawal.serves(os.getpid(), port)
+        assert not withdrawal.serves(os.getppid(), port)
+        with socket.create_connection(("127.0.0.1", port)) as other:
+            assert not withdrawal.serves(os.getpid(), other.getsockname()[1]), "connected to is not listened at"
+    assert not withdrawal.serves(os.getpid(), port)
+    for words, seen in ((["--rdzv-endpoint=node0:1234"], 1234), (["--rdzv_endpoint", "[::1]:77"], 77), (["--x"], 0)):
+        agent = subprocess.Popen([sys.executable, "-S", "-c", "input()", *words], stdin=subprocess.PIPE)
+        try:
+            assert withdrawal.rendezvous_port(agent.pid, {}) == seen
+        finally:
+            agent.kill()
+            agent.communicate()
+    assert withdrawal.rendezvous_port(0, {"PET_RDZV_ENDPOINT": "node0"}) == 29400
+
+
+def test_what_cannot_be_excluded_is_said_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    train(tmp_path / "run", made=on_plan(job(*SHORT, "steps=1", "eval_every=1", "audit.on_mismatch=exclude"), 1))
+    assert "audit.on_mismatch=exclude: host " in caplog.text and "did not start the run: if its bits are off" in caplog.text
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------

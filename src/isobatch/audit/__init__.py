@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +11,7 @@ from isobatch.marks import Marks
 
 if TYPE_CHECKING:
     from isobatch.audit.chain import Chain
-    from isobatch.audit.watched import Hook, Training
+    from isobatch.audit.watched import Hook, Node, Training
 
 ON_MISMATCH = ("stop", "warn", "exclude")
 
@@ -59,7 +58,7 @@ class NoAudit:
         """What a person should know of it in a run of so many steps."""
         return None
 
-    def build(self, training: Training, generators: list[Any], withdraw: Callable[[], str]) -> Hook | None:
+    def build(self, training: Training, generators: list[Any], node: Node) -> Hook | None:
         """What a training's windows go through; None = nothing."""
         return None
 
@@ -92,10 +91,10 @@ class ReplayAudit(NoAudit):
     def note(self, steps: int) -> str | None:
         return f"audit.every={self.every} of {steps} steps: no shard is looked at" if self.every > steps else None
 
-    def build(self, training: Training, generators: list[Any], withdraw: Callable[[], str]) -> Hook | None:
+    def build(self, training: Training, generators: list[Any], node: Node) -> Hook | None:
         from isobatch.audit.replay import Audit
 
-        return Audit(self.every, self.on_mismatch, training, generators, withdraw)
+        return Audit(self.every, self.on_mismatch, training, generators, node)
 
 
 TABLE: dict[str, Any] = {"none": NoAudit, "replay": ReplayAudit}

@@ -53,8 +53,7 @@ class Digests:
         if words > PIECE // 4:
             self._keep([place], _large(tensor))
             return
-        alike = not self.pending or (self.pending[0][1].device, self.pending[0][1].dtype) == (tensor.device, tensor.dtype)
-        if not alike or self.words + words > PIECE:
+        if self.pending and (self.pending[0][1].device != tensor.device or self.words + words > PIECE):
             self.flush()
         self.pending.append((place, tensor))
         self.words += words
@@ -101,7 +100,7 @@ def _words(flat: Tensor) -> int:
     return -(-flat.numel() * flat.element_size() // 8)
 
 
-_memory: dict[tuple[torch.device, object], Tensor] = {}
+_memory: dict[tuple[torch.device, str], Tensor] = {}
 
 
 def forget() -> None:
@@ -113,11 +112,11 @@ def _pieces(device: torch.device) -> int:
     return 1 if device.type == "cpu" else AT_ONCE
 
 
-def _scratch(device: torch.device, dtype: torch.dtype, purpose: str = "values") -> Tensor:
-    """Memory for the words of `_pieces`, the same at each call. Digests are made one at a time."""
-    key = device, (dtype, purpose)
+def _scratch(device: torch.device, purpose: str) -> Tensor:
+    """Memory for the words of `_pieces`, int64, the same at each call. Digests are made one at a time."""
+    key = device, purpose
     if key not in _memory:
-        _memory[key] = torch.empty(_pieces(device) * PIECE * 8 // dtype.itemsize, dtype=dtype, device=device)
+        _memory[key] = torch.empty(_pieces(device) * PIECE, dtype=torch.int64, device=device)
     return _memory[key]
 
 
@@ -136,8 +135,9 @@ def _spread(values: Tensor, spare: Tensor) -> Tensor:
     return values.bitwise_xor_(spare)
 
 
-def _put(values: Tensor, where: Tensor) -> None:
-    """Copy `values` (n,) to the beginning of `where` (whole words), and zeros behind them."""
+def _put(values: Tensor, words: Tensor) -> None:
+    """Copy `values` (n,) to the beginning of `words` (int64), and zeros behind them."""
+    where = words.view(values.dtype)
     here = where[: values.numel()]
     if values.dtype in WITH_NAN:
         torch.nan_to_num(values, NAN, torch.inf, -torch.inf, out=here)
@@ -147,26 +147,24 @@ def _put(values: Tensor, where: Tensor) -> None:
         where[values.numel() :].zero_()
 
 
-def _mixed(values: Tensor, count: int, weights: Tensor) -> Tensor:
-    """(count,) int64 of the first `count` words of `values`: to be added up. Weights (count,), or of a piece for each."""
-    device = values.device
-    words = _scratch(device, torch.int64, "words")[:count]
-    torch.mul(values.view(torch.int64)[:count], MIX, out=words)
-    _spread(words, _scratch(device, torch.int64, "spare")[:count]).view(-1, len(weights)).mul_(weights)
-    return words
+def _mixed(values: Tensor, weights: Tensor) -> Tensor:
+    """`values` (n,), in place: to be added up. Weights (n,), or of a piece for each."""
+    _spread(values.mul_(MIX), _scratch(values.device, "spare")[: len(values)]).view(-1, len(weights)).mul_(weights)
+    return values
 
 
 def _large(flat: Tensor) -> Tensor:
     """(1,)."""
     device, each = flat.device, 8 // flat.element_size()
-    total, values, weights = torch.zeros(1, dtype=torch.int64, device=device), _scratch(device, flat.dtype), _weights(device)
+    total, values, weights = torch.zeros(1, dtype=torch.int64, device=device), _scratch(device, "values"), _weights(device)
     length = _pieces(device) * PIECE * each
     for begin in range(0, flat.numel(), length):
         some = flat[begin : begin + length]
         count = -(-_words(some) // PIECE)
-        _put(some, values[: count * PIECE * each])  # zeros behind the last one add nothing
+        words = values[: count * PIECE]
+        _put(some, words)  # zeros behind the last one add nothing
         first = begin // (PIECE * each)
-        sums = _mixed(values, count * PIECE, weights).view(count, PIECE).sum(1)
+        sums = _mixed(words, weights).view(count, PIECE).sum(1)
         if count == 1:  # pieces are weighted, too
             total += sums.mul_(wrapped(2 * first * STRIDE + 1))
         else:
@@ -176,16 +174,16 @@ def _large(flat: Tensor) -> Tensor:
 
 
 def _small(flats: list[Tensor]) -> Tensor:
-    """(len(flats),) of tensors of one dtype and device that have at most PIECE words together."""
-    device, each = flats[0].device, 8 // flats[0].element_size()
-    values, weights = _scratch(device, flats[0].dtype), _weights(device)
+    """(len(flats),) of tensors on one device, of any types, that have at most PIECE words together."""
+    device, weights = flats[0].device, _weights(flats[0].device)
+    values = _scratch(device, "values")
     sizes, begin = [_words(flat) for flat in flats], 0
     for flat, size in zip(flats, sizes, strict=True):
-        _put(flat, values[begin * each : (begin + size) * each])
+        _put(flat, values[begin : begin + size])
         begin += size
     if len(flats) == 1:
-        return _mixed(values, begin, weights[:begin]).sum().reshape(1)
-    sums = _mixed(values, begin, torch.cat([weights[:size] for size in sizes])).cumsum(0)
+        return _mixed(values[:begin], weights[:begin]).sum().reshape(1)
+    sums = _mixed(values[:begin], torch.cat([weights[:size] for size in sizes])).cumsum(0)
     ends = sums[torch.tensor(sizes, device=device).cumsum(0) - 1]
     return torch.cat([ends[:1], ends.diff()])
 

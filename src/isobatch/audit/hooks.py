@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,17 +10,17 @@ import torch
 from isobatch.audit import determinism, repeat
 
 if TYPE_CHECKING:
-    from isobatch.audit.watched import Hook, Training
+    from isobatch.audit.watched import Hook, Node, Training
     from isobatch.data.feed import WindowData
     from isobatch.train.state import TrainState
     from isobatch.train.step import Parts
 
 
 def wanted(config: Any, training: Training, lanes: list[torch.device], generators: list[torch.Generator],
-           withdraw: Callable[[], str]) -> Hook | None:  # fmt: skip
+           node: Node) -> Hook | None:  # fmt: skip
     """What the windows of `training` go through; None = nothing."""
     twice = determinism.heard(repeat.wanted(config, training.ranks, lanes, training.lane_steps), training.ranks, training.files)
-    return in_turn(twice, config.audit.build(training, generators, withdraw))
+    return in_turn(twice, config.audit.build(training, generators, node))
 
 
 def in_turn(*hooks: Hook | None) -> Hook | None:

@@ -30,7 +30,7 @@ from isobatch.errors import JobFailed
 from isobatch.runtime import accelerator
 
 if TYPE_CHECKING:
-    from isobatch.audit.watched import Training
+    from isobatch.audit.watched import Node, Training
     from isobatch.batch_plan import Window
     from isobatch.data.feed import MicroBatch, WindowData
     from isobatch.train.state import TrainState
@@ -44,12 +44,12 @@ class Audit:
 
     Args:
         generators: of the devices that shards run on, beside the CPU's.
-        withdraw: take this rank's node out of an elastic launch; returns what became of it, in words.
+        node: what this rank runs on: it can be taken out of an elastic launch.
     """
 
     def __init__(self, every: int, on_mismatch: str, training: Training, generators: list[torch.Generator],
-                 withdraw: Callable[[], str]):  # fmt: skip
-        self.every, self.on_mismatch, self.generators, self.withdraw = every, on_mismatch, generators, withdraw
+                 node: Node):  # fmt: skip
+        self.every, self.on_mismatch, self.generators, self.node = every, on_mismatch, generators, node
         self.training, self.ranks = training, training.ranks
         self.mine: ShardDigests | None = None  # of the shard that this rank's own training is watched at
         self.due: Round | None = None
@@ -63,12 +63,14 @@ class Audit:
         self.names = [names[id(p)] for p in reducer.parameters]
         reducer.observer, self.training.checkpointer.inspect = self, self.compare_states
         self.looked = False
+        if self.on_mismatch == "exclude":
+            self._warn_of_hindrances()
         for data in windows:
             step = data.window.step + 1
             if step % self.every == 0:
                 self.due = Round(step // self.every - 1, data.window, self.dealt(data.window.num_filled))
                 self.mine = ShardDigests(self.due.shard_of(self.ranks.rank), len(self.names))
-                self.before = digest.StateDigest(self._held())
+                self.before = digest.StateDigest(self._held() if self.ranks.world_size > 1 else ())
                 self.reducing = copy.deepcopy(state.reducer.state_dict()) if state.reducer is not None else {}
             yield data
             self.due = self.mine = None
@@ -111,7 +113,7 @@ class Audit:
         state, own = self.before.values(), mine.values()
         # three numbers of each rank: its state, its own shard, and the one that it has computed again
         table = torch.zeros(ranks, 3, dtype=torch.int64)
-        table[rank] = torch.tensor([digest.together(digests) for digests in (state, own, again)])
+        table[rank] = torch.tensor([digest.of_plain(digests) for digests in (state, own, again)])
         table = self.ranks.all_reduce(table)
         if len(set(table[:, 0].tolist())) > 1:
             self._tell(due, self._judged_states(state))
@@ -194,7 +196,7 @@ class Audit:
         found = digest.StateDigest(self._held())
         mine = found.values()
         table = torch.zeros(self.ranks.world_size, dtype=torch.int64)
-        table[self.ranks.rank] = digest.together(mine)
+        table[self.ranks.rank] = digest.of_plain(mine)
         if len(set(self.ranks.all_reduce(table).tolist())) > 1:
             self.before = found
             self._tell(None, self._judged_states(mine))
@@ -226,6 +228,12 @@ class Audit:
             line = f"{line}; {self._exclude(due, found)}"
         raise JobFailed(line)
 
+    def _warn_of_hindrances(self) -> None:
+        """Before training: what cannot be excluded."""
+        for line in dict.fromkeys(self.ranks.gather_objects(self.node.hindrance()) or []):
+            if line:
+                log.warning("audit.on_mismatch=exclude: %s: if its bits are off, the run stops", line)
+
     def _exclude(self, due: Round | None, found: Accusation) -> str:
         """Leave a checkpoint that is right, and take the node out of the launch; returns what was done, in words."""
         checkpointer = self.training.checkpointer
@@ -241,7 +249,7 @@ class Audit:
             checkpointer.wait()
             saved = f"step {self.state.step} is saved" if checkpointer.enabled else "checkpoint=none saves nothing"
         checkpointer.forbid()
-        said = self.withdraw() if self.ranks.rank in found.suspects.ranks else ""
+        said = self.node.withdraw() if self.ranks.rank in found.suspects.ranks else ""
         told = self.ranks.broadcast_object(self.ranks.gather_objects(said))
         return f"{saved}; {next(words for words in told if words)}"
 

@@ -71,7 +71,7 @@ class ShardDigests:
     def values(self) -> list[int]:
         values = self.found.values()
         if hasattr(self, "entered"):
-            values[0] = digest.together(self.entered.values())
+            values[0] = digest.of_plain(self.entered.values())
         return values
 
 

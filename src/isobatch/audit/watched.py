@@ -33,6 +33,17 @@ class Saves(Protocol):
     def wait(self) -> None: ...
 
 
+class Node(Protocol):
+    """The machine of this rank, as a part of its launch.
+
+    hindrance: why the launch cannot go on without it; "" = it can. withdraw: take it out; what became of it, in words.
+    """
+
+    def hindrance(self) -> str: ...
+
+    def withdraw(self) -> str: ...
+
+
 class Training(Protocol):
     """The loop, before it begins."""
 
