@@ -20,7 +20,7 @@ import torch
 from loop import RESNET, TOY, isobatch_loop, on_ranks, quiet
 
 from isobatch.audit import ReplayAudit
-from isobatch.launch.withdrawal import Node
+from isobatch.launch.withdrawal import LaunchNode
 from isobatch.runtime.distributed import Ranks
 
 SHARDS = [*RESNET, "batch.shard=16"]
@@ -42,7 +42,7 @@ def cost(overrides: list[str], steps: int, rounds: int, ranks: Ranks) -> float:
     with tempfile.TemporaryDirectory() as folder:
         loop, advance = isobatch_loop([*overrides, "reduction=exact"], ranks, Path(folder))
         loop.feed.source.batches_ = ranks.broadcast_object(loop.feed.source.batches_[:1])  # the same one for whoever asks
-        audit = ReplayAudit(every=1).build(loop, [torch.default_generator], Node())
+        audit = ReplayAudit(every=1).build(loop, [torch.default_generator], LaunchNode())
         found = []
         for round_ in range(rounds + 1):
             taken = {}

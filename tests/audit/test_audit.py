@@ -230,7 +230,7 @@ def test_a_node_leaves_where_there_is_another(monkeypatch: pytest.MonkeyPatch, e
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     monkeypatch.setattr(withdrawal, "serves", lambda pid, port: (pid, port) == (os.getppid(), 29400))
-    node = withdrawal.Node(environ)
+    node = withdrawal.LaunchNode(environ)
     assert told in node.withdraw()
     assert sent == ([(os.getppid(), signal.SIGTERM)] if leaves else [])
     assert (node.hindrance() == "") == (told == "leaves the launch")

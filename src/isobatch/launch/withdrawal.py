@@ -16,7 +16,7 @@ ELSEWHERE = "start it again elsewhere"
 LISTENS = "0A"  # in the kernel's table of sockets
 
 
-class Node:
+class LaunchNode:
     """The machine of this rank, as a part of its launch."""
 
     def __init__(self, environ: Mapping[str, str] | None = None):

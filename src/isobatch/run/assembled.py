@@ -15,7 +15,7 @@ from isobatch.data.feed import Feed, example, make_source
 from isobatch.evaluate.evaluator import Evaluator, chosen_split
 from isobatch.launch.outcome import give_up
 from isobatch.launch.signals import STOP
-from isobatch.launch.withdrawal import Node
+from isobatch.launch.withdrawal import LaunchNode
 from isobatch.logger import Logger
 from isobatch.planner.sharing import forward_code
 from isobatch.reduction import elements
@@ -141,5 +141,5 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         pace=pace.watched(config, state, ranks, device), chain=rules.chain, use=DeviceUse(lanes),
         lane_steps=lane_steps,
     )  # fmt: skip
-    loop.audit = hooks.wanted(config, loop, lanes, seed.all, Node())
+    loop.audit = hooks.wanted(config, loop, lanes, seed.all, LaunchNode())
     return loop
