@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from hydra._internal.utils import create_config_search_path
 from isobatch import hydra_patches
 from isobatch.config import conf_folder
 from isobatch.hydra_patches import composing
+from isobatch.runtime import garbage
 
 
 @pytest.fixture
@@ -43,6 +47,24 @@ def test_a_file_is_parsed_anew_when_it_has_changed_and_nobody_shares_what_was_pa
     (conf / "a/one.yaml").write_text("x: [1\n")
     with pytest.raises((Exception, SystemExit), match=r"one\.yaml|flow sequence"):
         compose("config")
+
+
+def test_the_class_that_is_taught_is_the_one_that_hydra_uses() -> None:
+    """Hydra runs its plugins' modules when it first looks for plugins, and a class from before that is nobody's: in a process
+    of its own, as here somebody has looked."""
+    look = ("from isobatch import hydra_patches; from isobatch.hydra_patches import composing; hydra_patches.install(['run']); "
+            "from hydra._internal.sources_registry import SourcesRegistry; "
+            "assert SourcesRegistry.instance().resolve('file').load_config is composing.load_config")  # fmt: skip
+    subprocess.run([sys.executable, "-c", look], check=True)
+
+
+def test_configs_of_a_large_sweep_are_let_go_while_the_search_is_off(conf: Path) -> None:
+    garbage.off()
+    try:
+        made = [weakref.ref(compose("config")) for _ in range(2 * garbage.AT_ONCE)]
+        assert sum(config() is not None for config in made) <= garbage.AT_ONCE + 1
+    finally:
+        garbage.on()
 
 
 def test_defaults_may_name_other_choices(conf: Path) -> None:

@@ -22,6 +22,7 @@ from isobatch.checks import way_to_option
 from isobatch.config import TABLES, conf_folder, flat, read_conf
 from isobatch.errors import ConfigError
 from isobatch.hydra_patches import layers
+from isobatch.runtime import garbage
 
 _load = ConfigLoaderImpl.load_configuration
 NAMED = re.compile(r"Could not (?:find|load|override) '([^']+)'")
@@ -44,6 +45,7 @@ def load_configuration(self: Any, config_name: str | None, overrides: list[str],
         Refusal: in place of Hydra's own, unless HYDRA_FULL_ERROR=1 asks for its stack.
     """
     self._typed = {m[1]: m[2] for word in overrides if not word.startswith("~") and (m := WORD.fullmatch(word))}
+    garbage.composed()
     try:
         return _load(self, config_name, overrides, run_mode, *args, **kwargs)
     except ConfigError as error:
