@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-NAMES = ("loop", "shards", "lanes", "reduction", "data")
+NAMES = ("loop", "shards", "lanes", "reduction", "data", "runs")
 
 
 class Row(NamedTuple):

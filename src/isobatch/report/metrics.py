@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,10 +83,13 @@ def thin(values: np.ndarray, limit: int) -> np.ndarray:
 
 def _best(rows: Sequence[Row], direction: Callable[[str], int]) -> dict[str, float]:
     best: dict[str, float] = {}
+    signs: dict[str, int] = {}
     for row in rows:
         for key, value in row.items():
-            sign = direction(key) if key.startswith("eval/") else 0
-            if sign and np.isfinite(number(value)) and (key not in best or sign * (number(value) - best[key]) > 0):
+            sign = signs.get(key)
+            if sign is None:
+                sign = signs[key] = direction(key) if key.startswith("eval/") else 0
+            if sign and (key not in best or sign * (number(value) - best[key]) > 0) and math.isfinite(number(value)):
                 best[key] = number(value)
     return best
 

@@ -38,8 +38,10 @@ def number(value: object) -> float:
 def parse(line: bytes) -> dict[str, object]:
     """The numbers of the row on this line; {} for a line that a killed writer left half-written."""
     row = parsed(line) or {}
-    numbers = ((sys.intern(key), value) for key, value in row.items() if isinstance(value, int | float) and len(key) <= KEY)
-    return dict(itertools.islice(numbers, MOST))
+    numbers: dict[str, object] = {
+        sys.intern(key): value for key, value in row.items() if isinstance(value, int | float) and len(key) <= KEY
+    }
+    return numbers if len(numbers) <= MOST else dict(itertools.islice(numbers.items(), MOST))
 
 
 class Scan:
@@ -70,18 +72,21 @@ class Scan:
             self._add_lines(rest, at)
 
     def _add(self, block: bytes, at: int) -> None:
-        evals, lines = [], block.count(b"\n")
+        ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10)
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        evals: list[tuple[int, bytes]] = []
         found = block.find(_EVAL)
         while found >= 0:
-            start, end = block.rfind(b"\n", 0, found) + 1, block.find(b"\n", found) + 1
-            evals.append((block.count(b"\n", 0, start), block[start:end]))
+            place = int(np.searchsorted(ends, found))
+            end = int(ends[place]) + 1
+            evals.append((place, block[starts[place] : end]))
             found = block.find(_EVAL, end)
         losses = _LOSS.findall(block)
-        values = _floats(losses) if len(losses) == lines - len(evals) else None
+        values = _floats(losses) if len(losses) == len(ends) - len(evals) else None
         if values is None or any(_TRAIN in line for _, line in evals):
             return self._add_lines(block, at)
-        starts = np.concatenate([[0], np.flatnonzero(np.frombuffer(block, np.uint8) == 10)[:-1] + 1])
-        starts = np.delete(starts, [place for place, _ in evals])
+        if evals:
+            starts = np.delete(starts, [place for place, _ in evals])
         rows = _steps(block, starts)
         latest = self.steps[-1] if self.steps else -1
         if rows is None or (len(rows) and (rows[0] <= latest or (np.diff(rows) <= 0).any())):
@@ -126,10 +131,10 @@ class Scan:
             self.evals.append(row)
 
 
-def _floats(texts: list[bytes]) -> list[float] | None:
+def _floats(texts: list[bytes]) -> array[float] | None:
     """The numbers, NaN and Infinity included; None if one is something else (null)."""
     try:
-        return list(map(float, texts))
+        return array("d", map(float, texts))
     except ValueError:
         return None
 
@@ -138,7 +143,8 @@ def _steps(block: bytes, starts: np.ndarray) -> np.ndarray | None:
     """The steps of the rows that start there; None if one of them has none.
 
     Rows are logged at even distances, so that two rows at either end and one in the middle settle the rest: a step
-    that was logged again or left out moves the end. Only otherwise is each step read.
+    that was logged again or left out moves the end. Only otherwise is each step read. (A run's first row is step 1,
+    whatever the distance of the others.)
     """
     count = len(starts)
 
@@ -146,9 +152,10 @@ def _steps(block: bytes, starts: np.ndarray) -> np.ndarray | None:
         found = _STEP.search(block, int(starts[row]), block.find(b"\n", int(starts[row])))
         return int(found[1][:18]) if found else -1
 
-    if count > 8:
-        first, second = step(0), step(1)
-        even = first + (second - first) * np.arange(count, dtype=np.int64)
+    for apart in (0, 1) if count > 8 else ():
+        first, second = step(apart), step(apart + 1)
+        even = first + (second - first) * np.arange(-apart, count - apart, dtype=np.int64)
+        even[:apart] = step(0)
         if 0 <= first < second and all(step(row) == even[row] for row in (count // 2, count - 2, count - 1)):
             return even
     steps = np.array([step(row) for row in range(count)], dtype=np.int64)
