@@ -162,6 +162,8 @@ def test_the_plan_in_words() -> None:
     assert str(resolve_batch(256, 32, None, 4, 8)) == "effective 256 = 32 shards of 8; 4 replicas x 2 micro steps of 4 shards"
     assert str(resolve_batch(48, None, None, 1, 8)) == "effective 48 = 6 shards of 8; 1 replica x 1 micro step of 6 shards"
     assert str(resolve_batch(44, None, 4, 1, 8)) == "effective 44 = 6 shards of up to 8; 1 replica x 3 micro steps of 2 shards"
+    # evened out: nobody trains on 32
+    assert str(resolve_batch(48, None, None, 1, 32)) == "effective 48 = 2 shards of 24; 1 replica x 1 micro step of 2 shards"
     assert str(resolve_batch(48, 24, None, 4, 8)) == "effective 48 = 6 shards of 8; 4 replicas x 1 micro step of up to 2 shards"
     assert str(resolve_batch(48, 16, None, 1)) == "effective 48 = 3 shards of 16; 1 replica x 3 micro steps of 1 shard"
 

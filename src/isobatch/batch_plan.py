@@ -44,6 +44,11 @@ class Batch:
         return ceil_div(self.effective, self.shard)
 
     @property
+    def largest(self) -> int:
+        """Samples of the largest shard of a window: fewer than `shard` where the effective batch is no multiple."""
+        return ceil_div(self.effective, self.num_shards)
+
+    @property
     def micro(self) -> int:
         """Most samples that a replica holds in one micro step."""
         return min(self.at_once * self.shard, self.effective)
@@ -69,7 +74,7 @@ class Batch:
         return replace(self, num_replicas=num_replicas, at_once=min(self.at_once, ceil_div(self.num_shards, num_replicas)))
 
     def __str__(self) -> str:
-        size = f"up to {self.shard}" if self.effective % self.num_shards else str(self.shard)
+        size = f"up to {self.largest}" if self.effective % self.num_shards else str(self.largest)
         uneven = self.at_once > 1 and (self.busiest % self.at_once or self.num_shards % self.num_replicas)
         most = "up to " if uneven else ""
         return (f"effective {self.effective} = {counted(self.num_shards, 'shard')} of {size}; "

@@ -121,10 +121,10 @@ def norm_notes(batch: Batch) -> list[str]:
     key = "batch.shard" if batch.stated else "batch.micro"
     found = []
     if batch.num_shards > 1:
-        found.append(f"batch norm normalises over a shard of {batch.shard} samples: {key}={batch.shard} is part of the "
+        found.append(f"batch norm normalises over a shard of {batch.largest} samples: {key}={batch.shard} is part of the "
                      "contract for this model, and another one is another training")  # fmt: skip
-    if batch.shard < USUAL_SHARD // 2 and batch.effective > batch.shard:
-        found.append(f"the statistics of {batch.shard} samples are noisy: batch.shard={min(USUAL_SHARD, batch.effective)} is "
+    if batch.largest < USUAL_SHARD // 2 and batch.num_shards > 1:
+        found.append(f"the statistics of {batch.largest} samples are noisy: batch.shard={min(USUAL_SHARD, batch.effective)} is "
                      "usual for batch norm")  # fmt: skip
     return found
 
