@@ -13,7 +13,9 @@ from jobs import Network, apart, job, on_cpu, on_gpus
 from pretended import pretend
 
 from isobatch import run
+from isobatch.data import Split
 from isobatch.errors import JobFailed
+from isobatch.run import assembled
 from isobatch.runtime.distributed import Ranks
 
 pytestmark = pytest.mark.gpu_pretended
@@ -68,10 +70,13 @@ def test_peak_memory_is_each_jobs_own(tmp_path: Path) -> None:
         assert not machine.faults
 
 
-def test_one_stream_copies_all_batches_of_a_run(tmp_path: Path) -> None:
+def test_one_stream_copies_all_batches_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps the memory that a stream has used for that stream alone: a new one per evaluation would keep growing."""
-    few = on_gpus(tmp_path / "few", job("data.num_workers=0", "augment=simple", "eval_every=4")).machine
-    many = on_gpus(tmp_path / "many", job("data.num_workers=0", "augment=simple", "eval_every=1")).machine
+    make = assembled.make_source
+    monkeypatch.setattr(assembled, "make_source", lambda split, *rest: make(  # of batches that are not on the device already
+        Split(split.dataset, info=split.info, light=True), *rest))  # fmt: skip
+    few = on_gpus(tmp_path / "few", job("data.num_workers=0", "eval_every=4")).machine
+    many = on_gpus(tmp_path / "many", job("data.num_workers=0", "eval_every=1")).machine
     assert few is not None and many is not None and many.streams == few.streams <= 3
 
 
