@@ -294,11 +294,7 @@ class BatchPlan:
 
     def as_dict(self) -> dict[str, int]:
         """The `plan` of plan.json and summary.json (the launcher adds `world_size`)."""
-        return {
-            "effective_batch": self.batch.effective,
-            "shard": self.batch.shard,
-            "micro_batch": self.batch.micro,
-            "num_replicas": self.batch.num_replicas,
-            "accumulation_steps": self.batch.accumulation_steps,
-            "num_shards": self.batch.num_shards,
-        }
+        batch = self.batch
+        return {"effective_batch": batch.effective, "shard": batch.shard, "micro_batch": batch.micro,
+                "num_replicas": batch.num_replicas, "accumulation_steps": batch.accumulation_steps,
+                "num_shards": batch.num_shards}  # fmt: skip
