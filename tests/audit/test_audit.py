@@ -246,8 +246,10 @@ def test_who_serves_the_rendezvous_is_seen() -> None:
             assert not withdrawal.serves(os.getpid(), other.getsockname()[1]), "connected to is not listened at"
     assert not withdrawal.serves(os.getpid(), port)
     for words, seen in ((["--rdzv-endpoint=node0:1234"], 1234), (["--rdzv_endpoint", "[::1]:77"], 77), (["--x"], 0)):
-        agent = subprocess.Popen([sys.executable, "-S", "-c", "input()", *words], stdin=subprocess.PIPE)
+        agent = subprocess.Popen([sys.executable, "-S", "-c", "print(flush=True); input()", *words], stdin=subprocess.PIPE,
+                                 stdout=subprocess.PIPE)  # fmt: skip
         try:
+            assert agent.stdout is not None and agent.stdout.readline(), "it runs: the kernel has its command line by now"
             assert withdrawal.rendezvous_port(agent.pid, {}) == seen
         finally:
             agent.kill()
