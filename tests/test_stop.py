@@ -32,6 +32,16 @@ def endings(stopping: Stopping, metric: str, values: list[float]) -> list[str | 
     return found
 
 
+def test_why_it_ended_says_by_how_much_more_it_should_have_been_better() -> None:
+    stopping = rule(patience=1, min_delta=0.5)
+    for loss in (2.0, 1.9):
+        stopping.saw({"eval/loss": loss})
+    assert stopping.ending is not None
+    assert (
+        stopping.ending.reason == "eval/loss was not better by more than 0.5 (stop.min_delta) in 1 evaluation (stop.patience)"
+    )
+
+
 def test_patience_threshold_and_direction() -> None:
     nan, early, reached = float("nan"), "early_stopped", "threshold_reached"
     assert endings(rule(patience=2), "eval/loss", [3, 2, 2, 1, 1, nan]) == [None] * 5 + [early]

@@ -136,7 +136,11 @@ class ByRules(Stopping):
                 and self.sign * self.latest >= self.sign * options.threshold:  # fmt: skip
             return Ending("threshold_reached", f"{metric} is {self.latest:.6g}, and stop.threshold={options.threshold:g}")
         if options.patience is not None and self.not_better >= options.patience:
-            return Ending("early_stopped", f"{metric} was not better in {self.not_better} evaluations (stop.patience)")
+            by = f" by more than {options.min_delta:g} (stop.min_delta)" if options.min_delta else ""
+            plural = "s" * (self.not_better != 1)
+            return Ending(
+                "early_stopped", f"{metric} was not better{by} in {self.not_better} evaluation{plural} (stop.patience)"
+            )
         return None
 
     def saw(self, result: Mapping[str, Any]) -> None:

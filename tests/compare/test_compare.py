@@ -12,7 +12,7 @@ from harness import BASE, train, train_ranks
 from report_runs import write_run
 from safetensors.numpy import save_file
 
-from isobatch.compare.__main__ import main
+from isobatch.compare.__main__ import as_text, main
 from isobatch.compare.rows import compare_rows, distance
 from isobatch.compare.runs import compare_runs
 
@@ -90,6 +90,10 @@ def test_equal_rows_with_other_weights_name_the_first_tensor(tmp_path: Path) -> 
         save_file(weights, folder / "checkpoints" / "last" / "model.safetensors")
     (comparison,) = compare_runs([tmp_path / "a", tmp_path / "b"])
     assert comparison.tensors == {"head": 0.25} and "first in head" in comparison.verdict and not comparison.same
+    assert "weights head: at most 0.25 apart" in as_text(comparison)
+    save_file({"other": np.zeros(3, np.float32)}, tmp_path / "b/checkpoints/last/model.safetensors")
+    (comparison,) = compare_runs([tmp_path / "a", tmp_path / "b"])
+    assert "weights body: of another shape, not finite, or in one of them alone" in as_text(comparison)
 
 
 def test_refusals_are_one_line(tmp_path: Path, capsys) -> None:

@@ -53,6 +53,15 @@ def test_writes_every_file_and_a_row_per_job(tmp_path: Path, pictures: None) -> 
     assert "3 jobs, 3 completed, by best eval/accuracy" in printed and "identical" in printed
 
 
+def test_jobs_that_a_search_has_ended_are_counted(tmp_path: Path) -> None:
+    for job, state in enumerate(("completed", "pruned")):
+        write_run(tmp_path / str(job), [1.0, 0.5], {1: 0.8}, {"seed": job}, summary={"state": state})
+    console = quiet()
+    write_report([tmp_path], tmp_path, console)
+    assert "2 jobs, 2 completed (of them 1 pruned)" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "all of them, 1 pruned" in (tmp_path / "report.html").read_text()
+
+
 def test_repeats_have_a_mean_and_a_deviation(tmp_path: Path) -> None:
     for fold, accuracy in enumerate((0.7, 0.8, 0.9)):
         write_run(tmp_path / "folds" / str(fold), [1.0], {1: accuracy}, {"data": {"fold": fold}}, [f"data.fold={fold}"])

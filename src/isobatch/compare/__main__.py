@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,8 +47,12 @@ def as_text(comparison: Comparison) -> str:
         lines += _section(title, changes)
     apart = sorted(comparison.rows.largest.items(), key=lambda item: -item[1])
     lines += [f"  {key}: at most {far:.3g} apart (relative)" for key, far in apart[:SHOWN]]
-    lines += [f"  weights {name}: at most {far:.3g} apart" for name, far in comparison.tensors.items()]
+    lines += [f"  weights {name}: {_apart(far)}" for name, far in comparison.tensors.items()]
     return "\n".join(lines)
+
+
+def _apart(far: float) -> str:
+    return f"at most {far:.3g} apart" if math.isfinite(far) else "of another shape, not finite, or in one of them alone"
 
 
 def _section(title: str, changes: list[Change]) -> list[str]:

@@ -63,6 +63,7 @@ def _section(name: str, content: str, aside: str = "") -> str:
 def _cards(comparison: Leaderboard) -> str:
     total, done = len(comparison.runs), len(comparison.runs) - comparison.failed
     failed = f"{comparison.failed} did not complete" if comparison.failed else "all of them"
+    failed += f", {comparison.pruned} pruned" if comparison.pruned else ""
     cards = [("completed", f"{done}<small> of {total}</small>", failed)]
     for key, unit in ((comparison.primary, ""), ("samples/s", " samples/s"), ("peak MB", " MB")):
         best = comparison.best(key) if key else None

@@ -63,6 +63,10 @@ class Leaderboard:
         """How many jobs did not complete."""
         return sum(not run.completed for run in self.runs)
 
+    @property
+    def pruned(self) -> int:
+        return sum(run.state == layout.PRUNED for run in self.runs)
+
     def best(self, key: str) -> float | None:
         """The best finite value of a column among the completed jobs; None where no direction is known."""
         column = next((c for c in self.columns if c.key == key), None)

@@ -94,7 +94,8 @@ def _fitting(comparison: Leaderboard, width: int) -> list[Column]:
 def _title(comparison: Leaderboard) -> str:
     done = len(comparison.runs) - comparison.failed
     order = f", by {comparison.primary}" if comparison.primary else ""
-    return f"{len(comparison.runs)} job{'s' * (len(comparison.runs) != 1)}, {done} completed{order}"
+    pruned = f" (of them {comparison.pruned} pruned)" if comparison.pruned else ""
+    return f"{len(comparison.runs)} job{'s' * (len(comparison.runs) != 1)}, {done} completed{pruned}{order}"
 
 
 def _style(value: Cell, column: Column, leads: bool) -> str:
