@@ -102,6 +102,9 @@ def test_preprocessing_is_the_evaluations(tmp_path: Path) -> None:
     found = model.predict([file, file], top=2)
     assert len(found) == 2 and found[0] == found[1] and {name for name, _ in found[0]} == {"a", "b"}
     assert sum(p for _, p in found[0]) == pytest.approx(1)
+    masks = TrainedModel(rebuild.Trained(torch.nn.Conv2d(3, 2, 1), info, {}, "masks"), None)
+    with pytest.raises(ValueError, match="masks answers no class for each image"):
+        masks.predict(file)
     bare = TrainedModel(rebuild.Trained(network, rebuild.DataInfo("x", (7,)), {}, "numbers"), None)
     with pytest.raises(ValueError, match="numbers takes inputs of shape"):
         bare.preprocess(file)

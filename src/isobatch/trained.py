@@ -88,6 +88,8 @@ class TrainedModel(nn.Module):
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         inputs = torch.stack([self.preprocess(image) for image in several]).to(device)
         logits = averaged(self.network, inputs, views, self.info.shape)
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            raise ValueError(f"{self.origin} answers no class for each image: call the model, model(inputs), for what it says")
         scores = logits.float().sigmoid() if self.info.labels == "several" else logits.float().softmax(1)
         values, numbers = scores.topk(min(top, logits.shape[1]), dim=1)
         return [[(self.classes[i] if i < len(self.classes) else str(i), p) for p, i in zip(some, which, strict=True)]
