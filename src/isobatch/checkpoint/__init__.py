@@ -35,7 +35,7 @@ class NoCheckpoint:
     Args:
         resume: `auto` goes on from the run folder's own checkpoints, where there are some (a restart, a sweep run
             again); `never` starts over and puts them aside.
-        load: which checkpoint `resume=RUN` means: last, best or step-N.
+        load: which checkpoint `resume=RUN` means: last, best or step-N; `mean`: the mean of all step-N, of weights alone.
         weights: which of its weights task=evaluate and task=export take: `ema` (the average), `raw` (those that were
             trained), `auto` (the average, where the run kept one; of `best` the better of the two).
     """
@@ -48,8 +48,8 @@ class NoCheckpoint:
     def __post_init__(self) -> None:
         choice("checkpoint.resume", self.resume, ("auto", "never"))
         choice("checkpoint.weights", self.weights, ("auto", "ema", "raw"))
-        if not re.fullmatch(r"last|best|step-[0-9]{1,15}", self.load):
-            raise ConfigError("checkpoint.load", self.load, "is no checkpoint's name", "choose last, best or step-N")
+        if not re.fullmatch(r"last|best|mean|step-[0-9]{1,15}", self.load):
+            raise ConfigError("checkpoint.load", self.load, "is no checkpoint's name", "choose last, best, step-N or mean")
 
     def check(self, metrics: Sequence[str] | None) -> None:
         """Nothing is followed."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobatch.checkpoint import archive
+from isobatch.checkpoint import archive, averaging
 from isobatch.checkpoint.folder import MANIFEST, STATE, Damaged, names, verify
 from isobatch.errors import ConfigError, reason
 from isobatch.run_folder import layout
@@ -49,7 +50,8 @@ def load(run: str | Path, which: str = "last") -> dict[str, Any]:
 def read(run: Path, which: str = "last") -> Saved:
     """A checkpoint of a run folder; `run` may also be the folder of one checkpoint.
 
-    `last` means the newest whole one: a damaged one is named in a warning, and the one before it is used.
+    `last` means the newest whole one: a damaged one is named in a warning, and the one before it is used. `mean` is the mean
+    of the weights of all numbered ones (averaging.py).
 
     Raises:
         ConfigError: no such run, no (whole) checkpoint in it, or contents that are not a training state.
@@ -57,6 +59,8 @@ def read(run: Path, which: str = "last") -> Saved:
     if (run / MANIFEST).is_file():
         run, which = run.absolute().parent.parent, run.name
     folder = run / layout.CHECKPOINTS
+    if which == "mean":
+        return _mean(folder)
     there = [name for name in names(folder) if which in ("last", name)]
     if not there:
         others = f"; there are {', '.join(names(folder))}" if names(folder) else ""
@@ -80,6 +84,34 @@ def read(run: Path, which: str = "last") -> Saved:
                                   "set checkpoint.load=last: it takes the newest whole one") from None  # fmt: skip
     raise ConfigError("resume", run, "none of its checkpoints is whole",
                       "use another run folder, or checkpoint.resume=never to start over")  # fmt: skip
+
+
+def _mean(folder: Path) -> Saved:
+    """The newest numbered checkpoint, with the mean of the weights of all of them."""
+    found: list[Path] = []
+
+    def states() -> Iterator[dict[str, Any]]:
+        for name in names(folder):
+            if name.startswith("step-"):
+                try:
+                    saved = _open(folder / name)
+                except Damaged as problem:
+                    log.warning("checkpoint %s is damaged (%s); the mean is without it", folder / name, problem)
+                    continue
+                found.append(saved.path)
+                yield saved.state
+
+    try:
+        state, count = averaging.mean(states())
+    except (StopIteration, Damaged) as problem:
+        state, count, why = {}, 0, str(problem) or "there is no numbered checkpoint"
+    else:
+        why = f"there is one numbered checkpoint, {found[0].name}"
+    if count < 2:
+        raise ConfigError("checkpoint.load", "mean", f"{folder.parent}: {why}",
+                          "train with checkpoint.every=1ep checkpoint.keep=5, say, or set checkpoint.load=last")  # fmt: skip
+    log.info("checkpoint.load=mean: the mean of %d checkpoints, the newest %s", count, found[0])
+    return Saved(found[0].with_name("mean"), int(state["counters"]["step"]), state)
 
 
 def exists(run: Path) -> bool:
