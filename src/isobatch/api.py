@@ -69,7 +69,8 @@ def load(run: str | Path, checkpoint: str = "best", weights: str = "auto") -> Tr
 
     Args:
         run: a run folder, or one of its checkpoints.
-        checkpoint: best (the last, where the run has no best), last, step-N, or mean (of all step-N). weights: ema, raw, or auto as in an evaluation.
+        checkpoint: best (the last, where the run has no best), last, step-N, or mean (of all step-N).
+        weights: ema, raw, or auto as in an evaluation.
     Raises:
         ConfigError: there is no such checkpoint, or its model is one of your own and not registered.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from isobatch.errors import ConfigError, JobFailed
 from isobatch.parallel import DistributedDataParallel
+from isobatch.parallel.completion import Usage
 from isobatch.parallel.unused import without_gradient
 from isobatch.runtime.distributed import Ranks
 
@@ -144,6 +146,22 @@ def test_false_on_a_model_with_unused_parameters_ends_before_an_update(tmp_path:
     for text in on_ranks(2, tmp_path, work):
         assert "parallel.find_unused_parameters=auto" in text
     assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_rank_without_a_shard_is_no_unused_parameter(caplog: pytest.LogCaptureFixture) -> None:
+    class Alone(Ranks):
+        def all_reduce_later(self, tensor: torch.Tensor, op: str = "sum") -> Any:
+            return SimpleNamespace(wait=lambda: None)
+
+    usage = Usage(["a", "b"], Alone(), "parallel.find_unused_parameters")
+    with caplog.at_level("INFO", "isobatch"):
+        usage.end()
+        usage.end()
+        assert not caplog.messages
+        usage.used[0] = 1
+        usage.end()
+        usage.end()
+    assert "1 of 2 parameters (b)" in caplog.text
 
 
 def test_what_is_completed_is_said_once_by_every_rank(tmp_path: Path) -> None:
