@@ -63,8 +63,8 @@ class Usage:
             missed = [name for name, one in zip(self.names, self.table[len(self.names) :], strict=True) if one]
             if len(missed) < len(self.names):  # all: a rank had no shard in a short window, or no element in its shards
                 log.info("%s=auto: some shards give no gradient for %d of %d parameters (%s%s): they add zeros, and what a "
-                         "whole window does not use is left alone", self.setting, len(missed), len(self.names), ", ".join(missed[:3]),
-                         ", ..." if len(missed) > 3 else "")  # fmt: skip
+                         "whole window does not use is left alone", self.setting, len(missed), len(self.names),
+                         ", ".join(missed[:3]), ", ..." if len(missed) > 3 else "")  # fmt: skip
                 self.setting = None
         self.table[:] = self.clean
 
