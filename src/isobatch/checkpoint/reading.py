@@ -86,6 +86,13 @@ def read(run: Path, which: str = "last") -> Saved:
                       "use another run folder, or checkpoint.resume=never to start over")  # fmt: skip
 
 
+def check_use(config: Any, trains: bool) -> None:
+    """Refuse to go on training from what is no state of a training."""
+    if trains and config.resume is not None and config.checkpoint.load == "mean":
+        raise ConfigError("checkpoint.load", "mean", "is of weights alone, and a training goes on with all of its state",
+                          "set checkpoint.load=last; or export the mean, and begin with model.checkpoint_path")  # fmt: skip
+
+
 def _mean(folder: Path) -> Saved:
     """The newest numbered checkpoint, with the mean of the weights of all of them."""
     found: list[Path] = []

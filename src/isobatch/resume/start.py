@@ -53,9 +53,7 @@ class Resume:
         self.config, self.run_dir, self.ranks, self.task = config, run_dir, ranks, tasks.of(config)
         self.notes: list[str] = []
         self.finished = False
-        if self.task.trains and config.resume is not None and config.checkpoint.load == "mean":
-            raise ConfigError("checkpoint.load", "mean", "is of weights alone, and a training goes on with all of its state",
-                              "set checkpoint.load=last; or export the mean, and begin with model.checkpoint_path")  # fmt: skip
+        reading.check_use(config, self.task.trains)
         self.logged: frozenset[tuple[int, str]] = frozenset()  # rows that a logger has from beyond the checkpoint
         self.saved: Saved | None = on_main(ranks, lambda: self._find())
         self.begun: Saved | None = None  # what an attempt that left no checkpoint was, as far as its files tell
