@@ -119,6 +119,12 @@ def test_computed_draws_are_balanced_and_told_apart() -> None:
     large = Computed(balanced=True, samples=2**31 - 1).order(0, 100, 0, lambda: targets)
     assert large[2**31 - 3 : 2**31 - 1].tolist() == [v % 100 + 100 * p for v, p in zip(
         large[2**31 - 3 : 2**31 - 1].tolist(), (2**31 - 3, 2**31 - 2), strict=True)]  # fmt: skip
+    beyond = Computed(balanced=True, samples=2**33).order(0, 100, 0, lambda: targets)
+    assert (beyond[2**33 - 2 : 2**33] // 100).tolist() == [2**33 - 2, 2**33 - 1] and len(beyond) == 2**33
+    with pytest.raises(ConfigError, match="64 bits"):
+        Computed(balanced=True, samples=2**40).order_size(2**23)
+    with pytest.raises(ConfigError, match=r"sampler\.samples=2147483648: .*sampler=computed"):
+        Weighted(samples=2**31)
     with pytest.raises(ConfigError, match="class labels"):
         Computed(balanced=True).order(0, 3, 0, lambda: torch.rand(3))
     with pytest.raises(ConfigError, match=r"sampler\.samples=4: .*sampler\.balanced=true"):

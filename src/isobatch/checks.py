@@ -35,13 +35,13 @@ def choice(key: str, value: object, allowed: Sequence[object]) -> None:
         raise ConfigError(key, value, "is not a valid choice", f"choose one of {names}")
 
 
-def positive(key: str, value: Any) -> None:
-    """Raise ConfigError unless `value` > 0 (NaN fails too)."""
+def positive(key: str, value: Any, most: int = LARGEST) -> None:
+    """Raise ConfigError unless `value` > 0 (NaN fails too), and a whole number at most `most`."""
     if not value > 0:
         raise ConfigError(key, value, "must be positive", f"set {key} to 1 or more" if isinstance(value, int) else
                           f"set {key} above 0")  # fmt: skip
-    if isinstance(value, int) and value > LARGEST:
-        raise ConfigError(key, value, f"is more than {LARGEST}", f"set {key} to a number that can be meant")
+    if isinstance(value, int) and value > most:
+        raise ConfigError(key, value, f"is more than {most}", f"set {key} to a number that can be meant")
 
 
 def within(key: str, value: float, low: float, high: float) -> None:

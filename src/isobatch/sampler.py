@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.checks import choice, positive
+from isobatch.checks import LARGEST, choice, positive
 from isobatch.errors import ConfigError
 from isobatch.marks import Marks
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TAILS = ("keep", "drop", "pad")
 MOST_CATEGORIES = 2**24  # that torch.multinomial takes
+MOST_DRAWS = 2**40  # of an epoch; its steps have to be countable
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,10 @@ class Weighted(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.samples is not None:
-            positive("sampler.samples", self.samples)
+            positive("sampler.samples", self.samples, MOST_DRAWS)
+            if self.samples > LARGEST:
+                raise ConfigError("sampler.samples", self.samples, "is more than a table of draws holds",
+                                  "set sampler=computed sampler.balanced=true, which needs no table")  # fmt: skip
 
     def pass_size(self, n: int) -> int:
         return self.samples or n
@@ -185,12 +189,15 @@ class Computed(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.samples is not None:
-            positive("sampler.samples", self.samples)
+            positive("sampler.samples", self.samples, MOST_DRAWS)
             if not self.balanced:
                 raise ConfigError("sampler.samples", self.samples, "is the length of an epoch that is drawn, and none is",
                                   "set sampler.balanced=true, or sampler.samples=null")  # fmt: skip
 
     def pass_size(self, n: int) -> int:
+        if self.samples is not None and n * self.samples * self.passes >= 2**63:  # a draw's number: sample and place
+            raise ConfigError("sampler.samples", self.samples, f"are more draws of {n:,} samples than 64 bits number",
+                              f"set at most {(2**63 - 1) // (n * self.passes)}")  # fmt: skip
         return self.samples or n
 
     def order(self, epoch: int, n: int, seed: int, targets: Callable[[], Tensor]) -> ComputedOrder:
