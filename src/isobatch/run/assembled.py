@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from isobatch.amounts import in_steps
 from isobatch.audit import hooks
+from isobatch.batch_plan import BatchPlan
 from isobatch.console import Console
 from isobatch.data.device import SideStream
 from isobatch.data.feed import Feed, example, make_source
@@ -17,8 +20,11 @@ from isobatch.launch.outcome import give_up
 from isobatch.launch.signals import STOP
 from isobatch.launch.withdrawal import LaunchNode
 from isobatch.logger import Logger
+from isobatch.metrics.base import Metric
 from isobatch.planner.sharing import forward_code
+from isobatch.precision.masters import WorkingCopy
 from isobatch.reduction import elements
+from isobatch.reduction.protocol import Reducer
 from isobatch.resume import teacher
 from isobatch.run.planned import Planned
 from isobatch.run_folder.files import RunFiles
@@ -92,6 +98,46 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
         files.resume_metrics(Standing(state.step, state.evaluated, state.samples), resume.logged)
         resume.adopt(checkpointer)
     lanes = config.parallel.lane_devices(device)
+    per_shard = run_apart(planned, working, reducer, prepare, lanes, trains)
+    seed, lane_steps = per_shard.seed, per_shard.lane_steps
+    side = SideStream(device)
+    loop = Loop(
+        state=state,
+        parts=Parts(
+            criterion=per_shard.criterion, reducer=reducer, precision=config.precision, working=working,
+            statistics=statistics, seed=seed, device=device,
+            apart=per_shard.apart, micro_step=lane_steps or micro_step, weigh=getattr(reducer, "weigh", mean),
+            clip=rules.clip, skip_nonfinite=config.on_nonfinite == "skip",
+        ),
+        feed=fed(planned, plan, ranks, channels_last, side, len(lanes), per_shard.prepare, reducer.replays),
+        evaluator=evaluated_by(planned, ranks, channels_last, side, seed, lanes, metrics, seen),
+        schedule=rules.schedule, stopping=rules.stopping, ending=resume.ended(rules.stopping.ending),
+        checkpointer=checkpointer, logger=logger, console=console, files=files, ranks=ranks,
+        total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
+        eval_every=config.eval_every or plan.windows_per_epoch,
+        ahead=0 if in_steps(config.plain.get("eval_every")) else plan.ahead,
+        profiler=config.profile.build(run_dir, ranks, device), stop_requested=STOP.asked,
+        pace=pace.watched(config, state, ranks, device), chain=rules.chain, use=DeviceUse(lanes),
+        lane_steps=lane_steps,
+    )  # fmt: skip
+    loop.audit = hooks.wanted(config, loop, lanes, seed.all, LaunchNode())
+    return loop
+
+
+class PerShard(NamedTuple):
+    """What the shards of a window have for themselves. `lane_steps`: what runs several at a time; None: nothing does."""
+
+    criterion: Any
+    prepare: Callable[..., Any] | None
+    seed: ShardSeeder
+    apart: SideBySide | Fingerprint
+    lane_steps: LaneSteps | None
+
+
+def run_apart(planned: Planned, working: WorkingCopy, reducer: Reducer, prepare: Callable[..., Any] | None,
+              lanes: list[torch.device], trains: bool) -> PerShard:  # fmt: skip
+    """The loss, the draws and the statistics of each shard, be it in a forward with others or beside them."""
+    config, sharing, device = planned.config, planned.sharing, planned.device
     criterion = config.loss.build()
     code = forward_code(config, working.module, criterion)
     seed = ShardSeeder(config.seed, lanes, randomness.draws_on_host(code), randomness.draws(code))
@@ -104,42 +150,35 @@ def assemble(planned: Planned, run_dir: Path, ranks: Ranks, trains: bool, files:
             crew = crews.StreamCrew(sharing.lanes, device)
         else:
             prepare = undisturbed(prepare)
-        micro_step = lane_steps = LaneSteps(crew, config.seed, reducer, seed.host, config.threads is not None)
-    apart: SideBySide | Fingerprint = SideBySide(config.seed, lanes, sharing.apart, plan.batch.shard)
+        lane_steps = LaneSteps(crew, config.seed, reducer, seed.host, config.threads is not None)
+    apart: SideBySide | Fingerprint = SideBySide(config.seed, lanes, sharing.apart, planned.plan.batch.shard)
     if config.sweep.tolerance is not None:  # equal training is asked for: fingerprints explain a difference
         apart = Fingerprint(working.module, apart)
-    side = SideStream(device)
-    evaluated = chosen_split(config.evaluate, splits)
-    loop = Loop(
-        state=state,
-        parts=Parts(
-            criterion=criterion, reducer=reducer, precision=config.precision, working=working,
-            statistics=statistics, seed=seed, device=device,
-            apart=apart, micro_step=micro_step, weigh=getattr(reducer, "weigh", mean),
-            clip=rules.clip, skip_nonfinite=config.on_nonfinite == "skip",
-        ),
-        feed=Feed(
-            make_source(splits.train, device, config, channels_last, ranks, True, side), plan,
-            lambda epoch: config.sampler.order(epoch, len(splits.train), config.seed, splits.train.targets),
-            config.parallel.local_replicas(ranks, device), len(lanes), config.loss.averages, prepare,
-            keep=reducer.replays, interleaved=not channels_last,
-        ),
-        evaluator=Evaluator(
-            evaluated, make_source(evaluated, device, config, channels_last, ranks, False, side), config.loss.evaluation(),
-            config.precision, ranks, device,
-            # with exact the same bits at any micro batch
-            config.batch.eval or (plan.batch.shard if config.reduction.exact else planned.plan.batch.micro),
-            splits.info.num_classes, config.loss.averages, plan.batch.shard, views=config.evaluate.views,
-            after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes, metrics=metrics, example=seen,
-        ),
-        schedule=rules.schedule, stopping=rules.stopping, ending=resume.ended(rules.stopping.ending),
-        checkpointer=checkpointer, logger=logger, console=console, files=files, ranks=ranks,
-        total_steps=total, log_every=config.log_every, log_weights=config.log_weights, warmup=config.warmup,
-        eval_every=config.eval_every or plan.windows_per_epoch,
-        ahead=0 if in_steps(config.plain.get("eval_every")) else plan.ahead,
-        profiler=config.profile.build(run_dir, ranks, device), stop_requested=STOP.asked,
-        pace=pace.watched(config, state, ranks, device), chain=rules.chain, use=DeviceUse(lanes),
-        lane_steps=lane_steps,
+    return PerShard(criterion, prepare, seed, apart, lane_steps)
+
+
+def fed(planned: Planned, plan: BatchPlan, ranks: Ranks, channels_last: bool, side: SideStream, lanes: int,
+        prepare: Callable[..., Any] | None, replays: bool) -> Feed:  # fmt: skip
+    """What reads the training split. `plan`: with the shards of one forward, as they were found to go together."""
+    config, device, train = planned.config, planned.device, planned.splits.train
+    return Feed(
+        make_source(train, device, config, channels_last, ranks, True, side), plan,
+        lambda epoch: config.sampler.order(epoch, len(train), config.seed, train.targets),
+        config.parallel.local_replicas(ranks, device), lanes, config.loss.averages, prepare,
+        keep=replays, interleaved=not channels_last,
     )  # fmt: skip
-    loop.audit = hooks.wanted(config, loop, lanes, seed.all, LaunchNode())
-    return loop
+
+
+def evaluated_by(planned: Planned, ranks: Ranks, channels_last: bool, side: SideStream, seed: ShardSeeder,
+                 lanes: list[torch.device], metrics: list[Metric], seen: Any) -> Evaluator:  # fmt: skip
+    """What evaluates. `seen`: output and targets of a sample (see rehearse)."""
+    config, device, batch = planned.config, planned.device, planned.plan.batch
+    split = chosen_split(config.evaluate, planned.splits)
+    return Evaluator(
+        split, make_source(split, device, config, channels_last, ranks, False, side), config.loss.evaluation(),
+        config.precision, ranks, device,
+        # with exact the same bits at any micro batch
+        config.batch.eval or (batch.shard if config.reduction.exact else batch.micro),
+        planned.splits.info.num_classes, config.loss.averages, batch.shard, views=config.evaluate.views,
+        after=config.parallel.evaluated, seed=seed.evaluation, lanes=lanes, metrics=metrics, example=seen,
+    )  # fmt: skip
