@@ -81,8 +81,6 @@ class SampleTransform:
             left, top, box_width, box_height = self.box(width, height)
             image = image[:, top : top + box_height, left : left + box_width]
             image = resize(image, self.size or (height, width), self.way())
-        elif self.crop == "pad":
-            image = shifted(image, random.randint(-self.padding, self.padding), random.randint(-self.padding, self.padding))
         return self.after(image)
 
     def way(self) -> str:
@@ -105,15 +103,24 @@ class SampleTransform:
         return (width - w) // 2, (height - h) // 2, w, h
 
     def after(self, image: Tensor) -> Tensor:
-        """Everything after the crop."""
+        """Everything after what is cut out of an image or its file."""
+        if self.crop == "pad":
+            image = shifted(image, *self.shift())
         if random.random() < self.flip:
             image = image.flip(2)
         if self.vflip and random.random() < self.vflip:
             image = image.flip(1)
         return self.colored(image)
 
-    def with_mask(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for an image and what stands for each of its pixels, (height, width)."""
+    def shift(self) -> tuple[int, int]:
+        """Pixels down and to the right of a pad crop."""
+        return random.randint(-self.padding, self.padding), random.randint(-self.padding, self.padding)
+
+    def with_mask(self, image: Tensor, mask: Tensor, outside: int) -> tuple[Tensor, Tensor]:
+        """The same for an image and what stands for each of its pixels, (height, width); `outside` comes in with a pad crop."""
+        if self.crop == "pad":
+            down, right = self.shift()
+            image, mask = shifted(image, down, right), shifted(mask.unsqueeze(0), down, right, outside).squeeze(0)
         if random.random() < self.flip:
             image, mask = image.flip(2), mask.flip(1)
         if self.vflip and random.random() < self.vflip:
@@ -174,10 +181,10 @@ class SampleTransform:
         return filling.to(image.dtype)
 
 
-def shifted(image: Tensor, down: int, right: int) -> Tensor:
-    """The image moved by so many pixels; what comes in from outside is 0 (a pad crop). Same shape."""
+def shifted(image: Tensor, down: int, right: int, outside: int = 0) -> Tensor:
+    """The image moved by so many pixels; what comes in is `outside` (a pad crop). Same shape."""
     height, width = image.shape[1:]
-    moved = torch.zeros_like(image)
+    moved = torch.full_like(image, outside)
     rows, columns = max(0, height - abs(down)), max(0, width - abs(right))
     y, x = max(0, down), max(0, right)
     moved[:, y : y + rows, x : x + columns] = image[:, y - down : y - down + rows, x - right : x - right + columns]

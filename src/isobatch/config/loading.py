@@ -138,6 +138,8 @@ def check_together(config: Config) -> None:
     config.audit.check_with(config)
     config.debug.check_with(config)
     config.profile.check_with(config)
+    if config.resume is None and hasattr(config.scheduler, "check_with"):
+        config.scheduler.check_with(config)
     if config.device == "cpu" and (devices := getattr(config.parallel, "devices", None)):
         raise ConfigError("parallel.devices", devices, "names GPUs, and device=cpu uses none",
                           "set device=null or parallel.devices=null")  # fmt: skip

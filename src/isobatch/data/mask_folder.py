@@ -41,7 +41,7 @@ class MaskedImages(ImageFiles):
         way = str(self.options.interpolation) if self.transform is None else self.transform.way()
         image = self.decode(self.data(index), box, self.size, way, self.how)
         mask = self.mask(f"{self.root}/{self.masks[index]}", *seen[0])
-        return (image, mask) if self.transform is None else self.transform.with_mask(image, mask)
+        return (image, mask) if self.transform is None else self.transform.with_mask(image, mask, LEFT_OUT)
 
     def beside(self, index: int) -> bytes:
         """The file of the mask, for a fingerprint of contents."""

@@ -121,6 +121,10 @@ def of_override(override: Override, cfg: DictConfig, error: Exception) -> Refusa
         return refused(key, value, "is not there yet", f"add it: +{line}")
     root, _, option = key.partition(".")
     node: Any = OmegaConf.to_container(cfg, resolve=False)
+    holder = key.rpartition(".")[0]
+    for open_one, way in ((key, f"+{key}.<name>=<value> for each of them"), (holder, f"+{line}")):
+        if open_one.endswith(".kwargs") and OmegaConf.select(cfg, open_one, throw_on_resolution_failure=False) is not None:
+            return refused(key, value, f"{open_one} takes entries that are not there yet with a plus sign", f"write {way}")
     if root in TABLES and option and isinstance(node.get(root), Mapping):
         name = str(node[root].get("name"))
         what = f"{root}={name} has no such option"

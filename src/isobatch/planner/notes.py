@@ -37,6 +37,8 @@ def of_training(config: Config, model: nn.Module, plan: BatchPlan, ranks: Ranks,
         found.append(frozen)
     if config.model.batch_norm == "shard" and any(m.training for m in tracking_layers(model)):
         found += norm_notes(batch)
+    if config.model.batch_norm != "shard" and not tracking_layers(model):
+        found.append(f"model.batch_norm={config.model.batch_norm} says nothing: the model has no running statistics")
     if config.batch.micro not in (None, "auto") and batch.stated and config.batch.micro % batch.shard:
         held = counted(config.batch.micro // batch.shard, "shard")
         found.append(f"batch.micro={config.batch.micro} has room for {held} of {batch.shard} samples: rounded down to "

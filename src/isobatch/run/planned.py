@@ -24,7 +24,7 @@ from isobatch.run_folder import layout
 from isobatch.runtime import accelerator, hardware
 from isobatch.runtime.distributed import Ranks, choose_device
 from isobatch.runtime.randomness import seed_everything
-from isobatch.tasks import Task
+from isobatch.tasks import Task, unheard
 from isobatch.train import batch_norm, graph
 
 
@@ -125,7 +125,8 @@ def plan_run(settled: Settled, task: Task, ranks: Ranks) -> Planned:
              "eval_samples": len(splits.eval), "since": list(plan.since), **Signature.of(splits.info).facts()}  # fmt: skip
     together = batch_norm.decided_by(model, config.model.batch_norm)
     resumed = resume.check(facts, identity, config.reduction.exact, together, plan)
-    notes = [*splits.info.notes, *settled_habits, *resumed, *chosen.words, *([sharing.note] if sharing.note else [])]
+    notes = [*unheard(config), *splits.info.notes, *settled_habits, *resumed, *chosen.words]
+    notes += filter(None, [sharing.note])
     if task.trains:
         notes += filter(None, (config.ema.note(total), config.audit.note(total)))
         whole, splits = splits.eval, dataclasses.replace(splits, eval=config.debug.evaluated(splits.eval, batch.effective))

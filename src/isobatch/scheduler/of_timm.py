@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 from isobatch import amounts
@@ -13,6 +13,14 @@ from isobatch.errors import ConfigError
 # an option that is a length -> what timm calls it; there it is in epochs, and here an update stands for one
 LENGTHS = {"length": "num_epochs", "every": "decay_epochs", "at": "decay_milestones", "warmup": "warmup_epochs",
            "cooldown": "cooldown_epochs", "timescale": "stable_timescale"}  # fmt: skip
+# what only some of them read -> these; anywhere else timm leaves it out without a word
+CYCLES, STEADY = ("cosine", "tanh", "poly"), ("wsd", "rsqrt")
+READ_BY = {
+    "length": (*CYCLES, *STEADY), "every": ("step", *STEADY), "at": ("multistep",), "timescale": ("rsqrt",),
+    "final": (*CYCLES, *STEADY), "decay_rate": ("step", "multistep", "poly"), "decay_fn": STEADY, "k_decay": ("cosine", "poly"),
+    **dict.fromkeys(("cycle_mul", "cycle_decay", "cycle_limit"), CYCLES),
+    **dict.fromkeys(("patience_epochs", "plateau_mode"), ()),
+}  # fmt: skip
 OWN = {*LENGTHS.values(), "min_lr", "warmup_lr", "step_on_epochs", "updates_per_epoch", "optimizer", "sched"}
 
 
@@ -59,6 +67,21 @@ class TimmScheduler:
                     "is an option of its own here",
                     f"set scheduler.{own or {'min_lr': 'final', 'warmup_lr': 'warmup_start'}.get(key, 'sched')}",
                 )
+
+    def check_with(self, config: Any) -> None:
+        """Refuse what timm's `sched` does not read and would leave out without a word. As typed: lengths are no updates yet.
+
+        Raises:
+            ConfigError: see above.
+        """
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        given = {key: getattr(self, key) for key in (*LENGTHS, "final") if getattr(self, key) != defaults[key]}
+        for key, value in (given | self.kwargs).items():
+            by = READ_BY.get(key, (self.sched,))
+            if self.sched not in by:
+                option = f"scheduler.{key}" if key in given else f"scheduler.kwargs.{key}"
+                instead = f", or set scheduler.sched={' or '.join(by)}" if by else ""
+                raise ConfigError(option, value, f"says nothing to scheduler.sched={self.sched}", f"leave it out{instead}")
 
     def built(self, total: int) -> Callable[[int], float]:
         """update -> factor. Lengths are in updates by now.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from isobatch.checks import choice
@@ -18,7 +19,7 @@ from isobatch.tasks.training import Train
 if TYPE_CHECKING:
     from isobatch.config import Config
 
-__all__ = ["TABLE", "Task", "Work", "of"]
+__all__ = ["TABLE", "Task", "Work", "of", "unheard"]
 
 TABLE: dict[str, Task] = {task.name: task for task in (Train(), Evaluate(), Predict(), Export(), Plan(), Replay(), LrRange())}
 
@@ -36,3 +37,18 @@ def of(config: Config) -> Task:
                           "set task=evaluate, or evaluate.split=eval")  # fmt: skip
     task.check(config)
     return task
+
+
+def unheard(config: Config) -> list[str]:
+    """A line for what is set and says nothing to the task that is done: another task's settings, weights to look at."""
+    found = []
+    for task in ("replay", "predict", "lr_range"):
+        given = getattr(config, task)
+        changed = [field.name for field in dataclasses.fields(given) if getattr(given, field.name) != field.default]
+        if changed and config.task != task:
+            key = f"{task}.{'from' if (task, changed[0]) == ('replay', 'start') else changed[0]}"
+            found.append(f"{key} says nothing to task={config.task}: it is of task={task}")
+    if TABLE[config.task].trains and config.checkpoint.weights != "auto":
+        found.append(f"checkpoint.weights={config.checkpoint.weights} says nothing to task={config.task}, which takes a "
+                     "checkpoint whole: it is of evaluations, predictions and exports")  # fmt: skip
+    return found
