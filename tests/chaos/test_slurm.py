@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +87,7 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., str]]:
         daemons.append(subprocess.Popen(words, env=environ, stdout=logs, stderr=logs))
 
     def command(*words: str) -> str:
-        done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         return done.stdout + done.stderr
 
     try:
@@ -94,6 +97,7 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., str]]:
         start("slurmctld", "-D", "-c")
         start("slurmd", "-D")
         until(lambda: "idle" in command("sinfo", "-h", "-o", "%T"))
+        command.environ = environ  # type: ignore[attr-defined]
         yield command
     finally:
         command("scancel", "--user=root")
@@ -124,3 +128,66 @@ def test_a_warned_job_saves_queues_again_and_goes_on(slurm: Callable[..., str], 
     until(lambda: f"step {first['steps']}" in (tmp_path / f"slurm-{job}.log").read_text().partition("goes on from")[2])
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))
+
+
+SWEEP = ("-m", "hydra/launcher=slurm", "hydra.launcher.gpus_per_node=0", "hydra.launcher.cpus_per_task=1",
+         "hydra.sweep.dir=sweep", "model=mlp", "model.width=8", "logger=none", "threads=1", "data=synthetic",
+         "data.image_size=8", "log_every=50", "epochs=null")  # fmt: skip
+
+
+def trained(slurm: Any, tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+    """train.py as a command of the SLURM's user, waited for by the test."""
+    command = [sys.executable, str(ROOT / "train.py"), *SWEEP, *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=tmp_path, env=slurm.environ, text=True, **pipes)
+
+
+def state(run: Path) -> str | None:
+    with suppress(OSError, ValueError):
+        return str(json.loads((run / "summary.json").read_text())["state"])
+    return None
+
+
+def test_a_sweep_is_an_array_and_what_the_cluster_refuses_is_one_line(slurm: Any, tmp_path: Path) -> None:
+    """E6: in sbatch's own words; and then a sweep that the cluster takes, to its report."""
+    for words, says in ((("hydra.launcher.partition=nope",), "invalid partition specified: nope"),
+                        (("hydra.launcher.gpus_per_node=1",), "generic resource")):  # fmt: skip
+        refused = trained(slurm, tmp_path, "steps=3", "seed=0,1", *words)
+        said = refused.communicate(timeout=300)[0]
+        line = next(line for line in said.splitlines() if "did not take the jobs" in line)
+        assert says in line.lower() and "Traceback" not in said and refused.returncode not in (0, None), said
+        shutil.rmtree(tmp_path / "sweep", ignore_errors=True)
+    done = trained(slurm, tmp_path, "steps=3", "seed=0,1")
+    said = done.communicate(timeout=600)[0]
+    assert done.returncode == 0 and [state(tmp_path / "sweep" / n) for n in "01"] == ["completed"] * 2, said
+    assert (tmp_path / "sweep" / "report.html").exists() and said.count("keeps no accounts") == 1
+
+
+def test_a_cancelled_job_is_noticed_without_accounts_and_ctrl_c_waits_for_checkpoints(slurm: Any, tmp_path: Path) -> None:
+    """E4: of a SLURM without accounting. E5: the report comes after the jobs' last checkpoints."""
+    waiting = trained(slurm, tmp_path, "steps=100000000", "checkpoint.every=null", "seed=0,1")
+    runs = [tmp_path / "sweep" / n for n in "01"]
+    until(lambda: all((run / "metrics.jsonl").exists() for run in runs))
+    cancelled = next(line.split()[0] for line in slurm("squeue", "-h", "-r", "-o", "%i %T").splitlines() if "_0" in line)
+    slurm("scancel", cancelled)
+    until(lambda: state(runs[0]) == "stopped")
+    until(lambda: f"{cancelled.partition('_')[0]}_1" in slurm("squeue", "-h", "-r", "-o", "%i"))
+    time.sleep(30)  # longer than the queue is asked for and twice missing; job 1 is waited for all the same
+    assert waiting.poll() is None
+    waiting.send_signal(signal.SIGINT)
+    said = waiting.communicate(timeout=300)[0]
+    assert waiting.returncode == 130 and "job 0 ended" in said and "Traceback" not in said, said
+    assert [state(run) for run in runs] == ["stopped"] * 2
+    with (tmp_path / "sweep" / "report.csv").open() as table:
+        assert [row["state"] for row in csv.DictReader(table)] == ["stopped"] * 2
+
+
+def test_the_tasks_of_srun_are_the_ranks(slurm: Any, tmp_path: Path) -> None:
+    """E1: one run in one folder; one process each is refused."""
+    words = ("model=mlp", "logger=none", "threads=1", "data=synthetic", "data.image_size=8", "epochs=null", "steps=4",
+             "log_every=1", "hydra.run.dir=run")  # fmt: skip
+    said = slurm("srun", "-n", "2", sys.executable, str(ROOT / "train.py"), "parallel=ddp", *words)
+    steps = [json.loads(line).get("step") for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps.count(2) == 1 and json.loads((tmp_path / "run/plan.json").read_text())["world_size"] == 2, said
+    refused = slurm("srun", "-n", "2", sys.executable, str(ROOT / "train.py"), "parallel=single", *words)
+    assert "parallel=ddp" in refused and "Traceback" not in refused

@@ -24,6 +24,8 @@ REFUSALS = [
     ("model=resnet19", "model=resnet19: no such choice; did you mean resnet18, "),
     ("modle=resnet18", "modle=resnet18: no such setting; did you mean model"),
     ("lr=3", "did you mean optimizer.lr"),
+    ("model.kwargs.norm_layer=x", "takes entries that are not there yet with a plus sign; write +model.kwargs.norm_layer=x"),
+    ("optimizer.kwargs={eps:0.1}", "with a plus sign; write +optimizer.kwargs.<name>=<value> for each of them"),
     ("parallel.nproc=2", "parallel=single has no such option; leave it out, or set parallel=apex_ddp or ddp or fsdp, which"),
     ("data.root=x", "or set data=cifar10 or cifar100 or csv or"),
     ("optimizer.lrr=1", "did you mean optimizer.lr"),

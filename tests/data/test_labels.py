@@ -64,6 +64,13 @@ def test_a_mask_follows_its_image(pictures: Path) -> None:
             image, mask = data[i]
             assert image.shape == (1, SIDE, SIDE) and mask.shape == (SIDE, SIDE) and mask.dtype == torch.int64
             assert ((image[0] > 127) == mask.bool()).double().mean() > 0.9  # but for the soft edges of a resized image
+    shifting = SampleTransform(crop="pad", padding=5, flip=0, size=SIDE)
+    moved = masks(pictures).load(shifting, 0).train.dataset
+    pairs = [moved[0] for _ in range(8)]
+    for image, mask in pairs:  # black comes in, and counts nowhere
+        inside = mask != -100
+        assert torch.equal((image[0] > 127)[inside], mask.bool()[inside]) and not image[0][~inside].any()
+    assert any((mask == -100).any() for _, mask in pairs)
     evaluation = masks(pictures).load(None, 0).eval
     image, mask = evaluation.dataset[0]
     assert torch.equal(image[0] > 127, mask.bool()) and evaluation.info.labels == "pixels"

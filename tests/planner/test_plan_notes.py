@@ -59,3 +59,13 @@ def test_more_work_than_cores_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said("threads=8").startswith("threads=8 are more than the 4 core(s) of this process: ")
     assert said("threads=3", 2).startswith("threads=3 on each of 2 ranks are more than the 4 core(s)")
     assert said("threads=1", 1, 0.874).startswith("the cores are busy: this process has waited for one 87 % of its time so far")
+
+
+def test_what_is_set_and_says_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("lr_range.steps=50", "predict.top=3", "replay.from=2", "checkpoint.weights=raw", "model.batch_norm=frozen")
+    train(tmp_path, *BASE, "steps=1", "epochs=null", *words)
+    said = capsys.readouterr().out.replace("\n    ", " ")
+    for key, way in (("lr_range.steps", "lr_range"), ("predict.top", "predict"), ("replay.from", "replay")):
+        assert f"{key} says nothing to task=train: it is of task={way}" in said
+    assert "checkpoint.weights=raw says nothing to task=train" in said
+    assert "model.batch_norm=frozen says nothing: the model has no running statistics" in said

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BASE, rows, train, train_ranks
+from harness import BASE, plain, rows, train, train_ranks
 from torch.optim import lr_scheduler
 
 from isobatch.amounts import amount, updates
-from isobatch.config import options
+from isobatch.config import load, options
 from isobatch.errors import ConfigError
 from isobatch.runtime.timm_import import timm
 from isobatch.scheduler import Schedule
@@ -108,6 +108,18 @@ def test_what_timm_does_not_take_is_one_line() -> None:
         factors(name="timm", kwargs={"no_such": 1})
     with pytest.raises(ConfigError, match=r"scheduler.kwargs.warmup_epochs=5: .* set scheduler.warmup"):
         options("scheduler", {"name": "timm", "kwargs": {"warmup_epochs": 5}})
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (("every=5",), r"scheduler\.every=5: says nothing to scheduler\.sched=cosine; .* scheduler\.sched=step or wsd or rsqrt"),
+    (("sched=step", "at=[1]"), r"scheduler\.at=\[1\]: says nothing to scheduler\.sched=step; .* scheduler\.sched=multistep"),
+    (("sched=step", "every=2", "final=0.1"), r"scheduler\.final=0\.1: says nothing to scheduler\.sched=step"),
+    (("sched=constant", "kwargs.cycle_limit=2"), r"scheduler\.kwargs\.cycle_limit=2: says nothing"),
+    (("kwargs.plateau_mode=min",), r"scheduler\.kwargs\.plateau_mode=min: says nothing to .*=cosine; leave it out$"),
+])  # fmt: skip
+def test_what_timms_schedule_would_leave_out_is_refused(words: tuple[str, ...], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        load(plain("scheduler=timm", *(f"++scheduler.{word}" for word in words)))
 
 
 def test_plateau_is_torchs_and_remembers(tmp_path: Path) -> None:
