@@ -41,14 +41,14 @@ def of(config: Config) -> Task:
 
 def unheard(config: Config) -> list[str]:
     """A line for what is set and says nothing to the task that is done: another task's settings, weights to look at."""
-    found = []
-    for task in ("replay", "predict", "lr_range"):
+    mine, found = TABLE[config.task], []
+    for task in ("replay", "predict", "lr_range"):  # whose settings have its name
         given = getattr(config, task)
         changed = [field.name for field in dataclasses.fields(given) if getattr(given, field.name) != field.default]
-        if changed and config.task != task:
+        if changed and TABLE[task] is not mine:
             key = f"{task}.{'from' if (task, changed[0]) == ('replay', 'start') else changed[0]}"
             found.append(f"{key} says nothing to task={config.task}: it is of task={task}")
-    if TABLE[config.task].trains and config.checkpoint.weights != "auto":
+    if mine.trains and config.checkpoint.weights != "auto":
         found.append(f"checkpoint.weights={config.checkpoint.weights} says nothing to task={config.task}, which takes a "
                      "checkpoint whole: it is of evaluations, predictions and exports")  # fmt: skip
     return found
