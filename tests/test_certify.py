@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from harness import BASE, train
 from report_runs import write_run
 
 from isobatch.certify import facts, main, seal
+from isobatch.checkpoint.folder import STATE, WEIGHTS, CheckpointFolder, HashedFile
 
 
 def written(run: Path, file: Path, **changed: object) -> Path:
@@ -35,9 +37,40 @@ def test_a_certificate_is_of_one_run_and_as_it_was_written(tmp_path: Path, capsy
     (run / "metrics.jsonl").write_text("")
     code, said = checked()
     assert code == 1 and "has changed since: metrics.jsonl" in said
-    file.write_text("{}")
-    assert checked() == (2, f"{file} is no certificate\n")
+    for other in ({}, {"run": {}, "holds": True, "verdict": ""}, {"run": facts(run)},
+                  {"run": facts(run), "holds": "no", "verdict": "of nothing"}):  # fmt: skip
+        file.write_text(json.dumps({**other, "seal": seal(other)}))
+        assert checked() == (2, f"{file} is no certificate\n")
     assert main(["--check", str(file), str(tmp_path)]) == 2
+
+
+def test_a_damaged_checkpoint_is_seen_and_not_certified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [2.0, 1.0])
+
+    def save(name: str, words: bytes) -> None:
+        folder = CheckpointFolder(run / "checkpoints")
+        part = folder.begin()
+        entries = {}
+        for file in (STATE, WEIGHTS):
+            with HashedFile(part / file) as written:
+                written.write(words)
+            entries[file] = written.entry()
+        folder.publish(part, 1, entries, [name])
+
+    save("last", b"as it was")
+    about = {"run": facts(run, 1), "replay": {"from": 1}, "holds": True, "verdict": "step 2 reproduces here"}
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps({**about, "seal": seal(about)}))
+    arguments = ["--check", str(file), str(run)]
+    assert main(arguments) == 0
+    (run / "checkpoints" / "last" / STATE).write_bytes(b"as it is!")
+    assert main(arguments) == 1 and "checkpoints/last is damaged (" in capsys.readouterr().out
+    assert main([str(run), "--out", str(tmp_path / "new.json")]) == 2
+    assert "checkpoints/last is damaged (" in capsys.readouterr().err and not (tmp_path / "new.json").exists()
+    save("last", b"as it was")
+    assert main(arguments) == 0
+    shutil.rmtree(run / "checkpoints" / "step-1")
+    assert main(arguments) == 1 and "has changed since: checkpoints/step-1/manifest.json" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@
     isobatch certify --check FILE RUN
 
 certificate.json says which run it is about (digests of its settings, rows and weights), what was replayed, where, and with
-which result. `--check` tells whether FILE is as it was written, and whether RUN is that run. The seal is a checksum: it shows
-what was changed by accident, and is no signature of a person.
+which result. `--check` tells whether FILE is as it was written, and whether RUN is that run, its checkpoints whole. The seal
+is a checksum: it shows what was changed by accident, and is no signature of a person.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
+from isobatch.checkpoint.folder import MANIFEST, Damaged, names, verify
+from isobatch.report.read import one_line
 from isobatch.run_folder import layout
 from isobatch.run_folder.files import finite, write_json
 from isobatch.run_folder.reading import Unreadable, read_mapping, usable
 
 STEPS = 10
-FILES = layout.CONFIG, layout.PLAN, layout.METRICS, f"{layout.CHECKPOINTS}/last/model.safetensors"
+FILES = (layout.CONFIG, layout.PLAN, layout.METRICS, f"{layout.CHECKPOINTS}/last/model.safetensors",
+         f"{layout.CHECKPOINTS}/last/{MANIFEST}")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +65,8 @@ def certify(run: Path, settings: list[str], steps: int, out: Path) -> tuple[bool
     """
     from isobatch import __version__
 
-    about = facts(run)
+    if damaged := damage(run):
+        raise Refused(f"{damaged}: remove it, or certify a whole copy")
     with tempfile.TemporaryDirectory() as folder:
         evaluation = evaluated(run, settings, Path(folder) / "evaluate")
         replay = replayed(run, settings, steps, Path(folder) / "replay")
@@ -71,8 +75,9 @@ def certify(run: Path, settings: list[str], steps: int, out: Path) -> tuple[bool
     if evaluation["differ"]:
         verdict += f"; the evaluation of step {evaluation['step']} gives another {evaluation['differ'][0]}"
     certificate = finite({
-        "format": layout.FORMAT, "isobatch": __version__, "made": datetime.now(UTC).isoformat(timespec="seconds"), "run": about,
-        "settings": settings, "replay": replay, "evaluation": evaluation, "holds": holds, "verdict": verdict,
+        "format": layout.FORMAT, "isobatch": __version__, "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "run": facts(run, replay["from"]), "settings": settings,
+        "replay": replay, "evaluation": evaluation, "holds": holds, "verdict": verdict,
     })  # fmt: skip
     try:
         write_json(out, {**certificate, "seal": seal(certificate)})
@@ -123,15 +128,30 @@ def trained(task: str, run: Path, settings: list[str], folder: Path) -> dict[str
         raise Refused(str(failed)) from None
 
 
-def facts(run: Path) -> dict[str, Any]:
-    """What tells a run from any other: digests of its files, and what its summary says of its weights."""
+def facts(run: Path, start: int = 0) -> dict[str, Any]:
+    """What tells a run from any other: digests of its files, and what its summary says of its weights.
+
+    Args:
+        start: the step whose checkpoint its replay began with; 0 = none.
+    """
     summary = usable(run, layout.SUMMARY) or {}
     found: dict[str, Any] = {key: summary.get(key) for key in ("state", "steps", "weights_sha256", "audit")}
-    for name in FILES:
+    begun = [f"{layout.CHECKPOINTS}/step-{start}/{MANIFEST}"] if start else []  # which has digests of all that lies there
+    for name in (*FILES, *begun):
         if (run / name).is_file():
             with (run / name).open("rb") as file:
                 found[name] = file_digest(file, "sha256").hexdigest()
     return found
+
+
+def damage(run: Path) -> str:
+    """The first checkpoint that is not whole, in words; "" = all are."""
+    for name in names(run / layout.CHECKPOINTS):
+        try:
+            verify(run / layout.CHECKPOINTS / name)
+        except Damaged as problem:
+            return f"{run / layout.CHECKPOINTS / name} is damaged ({problem})"
+    return ""
 
 
 def seal(certificate: dict[str, Any]) -> str:
@@ -149,12 +169,18 @@ def check(file: Path, run: Path) -> tuple[bool, str]:
     except Unreadable as problem:
         raise Refused(f"{file} {problem}") from None
     about, sealed = certificate.get("run"), certificate.pop("seal", None)
-    if not isinstance(about, dict) or sealed is None:
+    holds, verdict = certificate.get("holds"), certificate.get("verdict")
+    if not (isinstance(about, dict) and layout.METRICS in about and isinstance(holds, bool) and isinstance(verdict, str)) or (
+            sealed is None):  # fmt: skip
         raise Refused(f"{file} is no certificate")
     if sealed != seal(certificate):
         return False, f"{file} is not as it was written: its seal is of something else"
-    now = facts(run)
-    unlike = [key for key in {**about, **now} if about.get(key) != now.get(key)]
+    replay = certificate.get("replay")
+    start = replay.get("from") if isinstance(replay, dict) else 0
+    now = facts(run, start if isinstance(start, int) else 0)
+    unlike = [key for key in about if about[key] != now.get(key)]  # an older release knew fewer
     if unlike:
         return False, f"{file} is of another run, or {run} has changed since: {', '.join(sorted(unlike)[:4])}"
-    return bool(certificate["holds"]), f"{file} is of {run}: {certificate['verdict']}"
+    if damaged := damage(run):
+        return False, f"{file} is of {run}, and {damaged}"
+    return holds, f"{file} is of {run}: {one_line(verdict)}"

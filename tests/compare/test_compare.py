@@ -50,6 +50,12 @@ def test_rows_are_matched_by_step_and_kind_and_clocks_do_not_count(tmp_path: Pat
     assert result.largest == {"eval/loss": pytest.approx(1 / 3)}
 
 
+def test_rows_that_say_nothing_in_common_are_no_rows_in_common(tmp_path: Path) -> None:
+    a = rows(tmp_path / "a", {"step": 1}, {"step": 2, "train/loss": 1.0, "time_s": 3.0})
+    b = rows(tmp_path / "b", {"step": 1, "train/loss": 2.0}, {"step": 2, "time_s": 3.0})
+    assert compare_rows(a, b).common == 0
+
+
 def test_what_is_no_row_is_passed_over(tmp_path: Path) -> None:
     good = {"step": 1, "train/loss": 2.0}
     path = tmp_path / "a"

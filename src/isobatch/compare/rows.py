@@ -37,7 +37,8 @@ class Parting:
 class RowComparison:
     """What two runs logged, compared.
 
-    common: rows that both have; only_first, only_other: rows of one alone (other lengths, other log_every).
+    common: rows that both have, with a number that both say; only_first, only_other: rows of one alone (other lengths, other
+    log_every).
     first: where they part, None if all common values are the same to the bit.
     largest: metric -> largest relative distance over all common rows, of metrics that are not always the same.
     """
@@ -62,19 +63,22 @@ def compare_rows(first: Path, other: Path) -> RowComparison:
             result.only_other += 1
             b = next(there, None)
         else:
-            result.common += 1
-            _compare(a[0][0], a[1], b[1], result)
+            result.common += _compare(a[0][0], a[1], b[1], result)
             a, b = next(here, None), next(there, None)
     return result
 
 
-def _compare(step: int, here: dict[str, Any], there: dict[str, Any], result: RowComparison) -> None:
-    for key, value in here.items():
-        if key in MEASURED_KEYS or key.startswith(MEASURED) or key not in there or same(value, there[key]):
+def _compare(step: int, here: dict[str, Any], there: dict[str, Any], result: RowComparison) -> bool:
+    """Whether there was anything to compare."""
+    keys = [key for key in here if key in there and key not in MEASURED_KEYS and not key.startswith(MEASURED)]
+    for key in keys:
+        value = here[key]
+        if same(value, there[key]):
             continue
         if result.first is None:
             result.first = Parting(step, key, value, there[key])
         result.largest[key] = max(result.largest.get(key, 0.0), distance(value, there[key]))
+    return any(key != "step" for key in keys)
 
 
 def same(here: Any, there: Any) -> bool:
