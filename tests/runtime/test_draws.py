@@ -172,3 +172,22 @@ def test_torchs_and_timms_forwards_draw_from_torch_alone() -> None:
         assert files
         assert [f.name for f in files if draws.search(f.read_text())] == []
     assert draws.search("x = np.random.rand()") and draws.search("import random\n") and draws.search("from random import x")
+
+
+def test_every_step_draws_anew(tmp_path: Path) -> None:
+    """On one plan too: equal draws in every step would agree on all plans."""
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = torch.rand(())
+            return self.layer(x)
+
+    drawn: list[Tensor] = []
+    train(tmp_path, *QUIET, *model_of("drawing", lambda info: Drawing()), *data_of("two", torch.ones(2, 1), torch.ones(2, 1)),
+          "loss=mse", "steps=3", "eval_every=9", "batch.effective=2", "batch.micro=2", "batch.shard=null", "checkpoint=none",
+          observe=lambda state, *_: drawn.append(state.model.last))  # fmt: skip
+    assert len({float(value) for value in drawn}) == 3
