@@ -94,7 +94,7 @@ class ImageFolder(ImageFileOptions):
         number = ClassMap.read(self.class_map).number
         if missing := sorted(number.keys() - set(names)):
             raise ConfigError("data.class_map", self.class_map, f"{folder} has no folder {', '.join(missing[:3])}",
-                              "name folders that are there")  # fmt: skip
+                              "name folders that are there, one with a comma in its name in quotes")  # fmt: skip
         return number
 
     def load(self, augment: Any, seed: int) -> Splits:

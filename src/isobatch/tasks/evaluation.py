@@ -66,7 +66,8 @@ def log_summary(classes: Confusion, run_dir: Path, written: list[Path]) -> None:
     """Two lines for a person: where it is weakest, and where the rest is written."""
     there = [row for row in classes.rows() if row["samples"]]
     worst = min(there, key=lambda row: row["recall"])
-    words = [f"weakest class {worst['name']} ({worst['correct']} of {worst['samples']} right)"]
+    right = f"({worst['correct']} of {worst['samples']} right)"
+    words = [f"weakest class {worst['name']} {right}" if worst["recall"] < 1 else "every sample of every class is right"]
     words += [f"most confused {m['label']} -> {m['prediction']} ({m['count']} times)" for m in classes.confused(1)]
     log.info("evaluation: %s", ", ".join(words))
     log.info("evaluation: %s in %s", ", ".join(path.name for path in written), run_dir)
