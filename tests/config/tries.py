@@ -256,7 +256,7 @@ TRIES: dict[str, Try] = {
     "optimizer.reference_rule": on("optimizer.reference_batch=16"),
     "optimizer.fused": on(""),
     "optimizer.kwargs": entry("", "eps", 1e-8, 0.1),
-    "optimizer.groups": on("", "[]", "[{{params:'*bias',lr:0}}]"),
+    "optimizer.groups": on("", "[]", "[{{match:bias,lr:0}}]"),
     "optimizer.norm_decay": on("model.norm=true", 0, 0.1),
     "optimizer.bias_decay": on("", 0, 0.1),
     "optimizer.embedding_decay": read("optimizer"),

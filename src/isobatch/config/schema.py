@@ -217,6 +217,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         within("warmup", self.warmup, 0, 1e9)
+        within("log_weights", self.log_weights, 0, 1e9)
         choice("device", self.device, (None, "cpu", "cuda", "mps", "xpu"))
         choice("compile", self.compile, COMPILE)
         choice("on_nonfinite", self.on_nonfinite, ("stop", "skip"))

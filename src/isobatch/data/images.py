@@ -253,8 +253,8 @@ def named(labels: Any) -> Any:
 
 def check_size(key: str, size: Any) -> None:
     """Raise ConfigError unless `size` is a side, or height and width, in pixels."""
-    both = size if isinstance(size, list) else [size]
-    if not all(isinstance(side, int) and not isinstance(side, bool) for side in both) or len(both) > 2 or not both:
+    both = size if isinstance(size, list) and len(size) == 2 else [size]
+    if not all(isinstance(side, int) and not isinstance(side, bool) for side in both):
         raise ConfigError(key, size, "is neither a side in pixels nor [height, width]", f"set {key}=224 or {key}=[192,256]")
     for side in both:
         within(key, side, 1, LARGEST_SIDE)

@@ -84,6 +84,8 @@ class TimmOptimizer:
             key = "groups" if self.rules else "norm_decay"
             raise ConfigError("optimizer.layer_decay", self.layer_decay, f"makes groups of its own, beside optimizer.{key}",
                               f"leave layer_decay or optimizer.{key} out")  # fmt: skip
+        if self.layer_decay is not None:
+            positive("optimizer.layer_decay", self.layer_decay)  # below 0 every other layer would climb
         within("optimizer.lr", self.lr, 0, 1e6)
         within("optimizer.weight_decay", self.weight_decay, 0, 1e6)
         within("optimizer.momentum", self.momentum, 0, 1)
