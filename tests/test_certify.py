@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import BASE, train
 from report_runs import write_run
 
-from isobatch.certify import facts, main, seal
+from isobatch.certify import facts, main, seal, unlike
 from isobatch.checkpoint.folder import STATE, WEIGHTS, CheckpointFolder, HashedFile
 
 
@@ -71,6 +72,16 @@ def test_a_damaged_checkpoint_is_seen_and_not_certified(tmp_path: Path, capsys: 
     assert main(arguments) == 0
     shutil.rmtree(run / "checkpoints" / "step-1")
     assert main(arguments) == 1 and "has changed since: checkpoints/step-1/manifest.json" in capsys.readouterr().out
+
+
+def test_an_evaluation_on_another_machine_may_be_off_by_rounding() -> None:
+    near = {"here": {"eval/loss": 1.0, "eval/accuracy": 0.5}, "recorded": {"eval/loss": 1.0001, "eval/accuracy": 0.6},
+            "differ": ["eval/loss", "eval/accuracy"]}  # fmt: skip
+    far = {**near, "recorded": {"eval/loss": 1.1, "eval/accuracy": 0.6}}
+    alike: dict[str, Any] = {"to_the_bit": True, "identity": []}
+    assert unlike(near, alike) == near["differ"]
+    for replay in ({"to_the_bit": False, "identity": []}, {"to_the_bit": True, "identity": [{"key": "device"}]}):
+        assert unlike(near, replay) == [] and unlike(far, replay) == ["eval/loss"]
 
 
 @pytest.mark.slow

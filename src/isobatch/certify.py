@@ -70,10 +70,11 @@ def certify(run: Path, settings: list[str], steps: int, out: Path) -> tuple[bool
     with tempfile.TemporaryDirectory() as folder:
         evaluation = evaluated(run, settings, Path(folder) / "evaluate")
         replay = replayed(run, settings, steps, Path(folder) / "replay")
-    holds = bool(replay["reproduces"]) and not evaluation["differ"]
-    verdict = replay["verdict"]
+    apart = unlike(evaluation, replay)
+    holds, verdict = bool(replay["reproduces"]) and not apart, replay["verdict"]
     if evaluation["differ"]:
-        verdict += f"; the evaluation of step {evaluation['step']} gives another {evaluation['differ'][0]}"
+        what = f"gives another {apart[0]}" if apart else "comes out up to rounding"
+        verdict += f"; the evaluation of step {evaluation['step']} {what}"
     certificate = finite({
         "format": layout.FORMAT, "isobatch": __version__, "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "run": facts(run, replay["from"]), "settings": settings,
@@ -97,6 +98,19 @@ def evaluated(run: Path, settings: list[str], folder: Path) -> dict[str, Any]:
     recorded = {key: rows[-1][key] for key in now if key in rows[-1]} if rows else {}
     differ = [key for key, value in recorded.items() if not same(value, now[key])]
     return {"step": step, "here": now, "recorded": recorded, "differ": differ}
+
+
+def unlike(evaluation: dict[str, Any], replay: dict[str, Any]) -> list[str]:
+    """Numbers of an evaluation that are not as recorded: not to the bit, or, where bits cannot be compared (see the verdict of
+    the replay), losses beyond rounding."""
+    from isobatch.compare.rows import distance
+    from isobatch.tasks.replaying import ROUNDING
+
+    differ: list[str] = evaluation["differ"]
+    if replay["to_the_bit"] and not replay["identity"]:
+        return differ
+    here, recorded = evaluation["here"], evaluation["recorded"]
+    return [key for key in differ if key.endswith("loss") and distance(recorded[key], here[key]) > ROUNDING]
 
 
 def replayed(run: Path, settings: list[str], steps: int, folder: Path) -> dict[str, Any]:
