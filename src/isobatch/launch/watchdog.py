@@ -28,7 +28,7 @@ def witnessed(run_dir: Path, line: str = "the training process was killed") -> I
     blank = json.dumps({**BLANK, "state": "failed", "error": line})
     witness = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(run_dir / layout.SUMMARY),
-         str(run_dir / layout.LOG), blank],
+         str(run_dir / layout.LOG), blank, str(_modified(str(run_dir / layout.SUMMARY)))],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
@@ -42,14 +42,14 @@ def _modified(path: str) -> int:
     return os.stat(path).st_mtime_ns if os.path.exists(path) else 0
 
 
-def watch(parent: int, summary: str, log_file: str, blank: str) -> None:
-    """Wait for "done" or for the end of `parent`; in the second case write what `parent` did not."""
-    before = _modified(summary)
+def watch(parent: int, summary: str, log_file: str, blank: str, before: str) -> None:
+    """Wait for "done" or for the end of `parent`; in the second case write what `parent` did not since `before`, when it was
+    to be watched: on a busy machine it may have told its end, and be gone, when this process gets to its first line."""
     while os.getppid() == parent:
         if select.select([0], [], [], POLL_S)[0] and os.read(0, 16):
             return
         # end of file without a word can also mean that only the pipe was closed: the parent's own end decides
-    if _modified(summary) == before:
+    if _modified(summary) == int(before):
         with open(summary, "w", encoding="utf-8") as file:
             file.write(json.dumps(json.loads(blank), indent=2) + "\n")
         with open(log_file, "a", encoding="utf-8") as log:
