@@ -30,7 +30,7 @@ REFUSALS = [
     ("data.root=x", "or set data=cifar10 or cifar100 or csv or"),
     ("optimizer.lrr=1", "did you mean optimizer.lr"),
     ("model=custom model.width=3", "hand it to your own model with +model.kwargs.width=3"),
-    ("model=resnet18 model.kwargs.img_size=8", "is not there yet; add it: +model.kwargs.img_size=8"),
+    ("loss=distill loss.teacher.kwargs.img_size=8", "with a plus sign; write +loss.teacher.kwargs.img_size=8"),
     ("experiment=[digits,nope]", "experiment=nope: no such choice; choose one of article, article_pitfall, "),
     ("hydra/launcher=nope", "choose one of basic, local, slurm, "),
     ("accumulation=1,3", "is several values; add -m to run a job for each"),

@@ -117,8 +117,6 @@ def of_override(override: Override, cfg: DictConfig, error: Exception) -> Refusa
     if not ("Could not override" in said or "does not exist" in said):
         cause = " ".join(str(error.__cause__ or error).split())
         return refused(key, value, cause, "see the comments in conf/ for the values it takes")
-    if "kwargs" in key.split("."):  # what is handed on to somebody else's function
-        return refused(key, value, "is not there yet", f"add it: +{line}")
     root, _, option = key.partition(".")
     node: Any = OmegaConf.to_container(cfg, resolve=False)
     holder = key.rpartition(".")[0]
