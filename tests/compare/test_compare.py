@@ -88,6 +88,14 @@ def test_identity_data_and_plan_are_told_apart(tmp_path: Path, capsys) -> None:
     assert "identity: threads 1 -> 2" in capsys.readouterr().out
 
 
+def test_what_is_damaged_and_not_compared_is_said(tmp_path: Path, capsys) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, [3.0, 2.0])
+    (tmp_path / "b" / "config.yaml").write_text("- 1")
+    assert main([str(tmp_path)]) == 0
+    assert f"not compared: {tmp_path / 'b' / 'config.yaml'}: not a mapping" in capsys.readouterr().out
+
+
 def test_equal_rows_with_other_weights_name_the_first_tensor(tmp_path: Path) -> None:
     for name, value in (("a", 0.0), ("b", 0.25)):
         folder = write_run(tmp_path / name, [1.0], summary={"weights_sha256": name})

@@ -45,6 +45,7 @@ def as_text(comparison: Comparison) -> str:
                 ("plan and bookkeeping", comparison.plan))  # fmt: skip
     for title, changes in sections:
         lines += _section(title, changes)
+    lines += [f"  not compared: {one_line(problem)}" for problem in comparison.unread]
     apart = sorted(comparison.rows.largest.items(), key=lambda item: -item[1])
     lines += [f"  {key}: at most {far:.3g} apart (relative)" for key, far in apart[:SHOWN]]
     lines += [f"  weights {name}: {_apart(far)}" for name, far in comparison.tensors.items()]

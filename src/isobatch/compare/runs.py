@@ -36,6 +36,7 @@ class Comparison:
     contract: settings that decide what is trained. plan: the others, which need not be equal for equal training.
     identity: what changes bits although the contract is kept (machine, torch, precision). data: number, order and digest
     of samples. weights: whether the final weights are the same to the bit, None if a run has none; tensors: those that are not.
+    unread: damaged files, of which nothing is compared, in words.
     """
 
     first: str
@@ -47,6 +48,7 @@ class Comparison:
     rows: RowComparison
     weights: bool | None
     tensors: dict[str, float]
+    unread: list[str]
 
     @property
     def same(self) -> bool:
@@ -92,9 +94,9 @@ def compare_runs(folders: list[Path]) -> list[Comparison]:
 def compare_two(first: tuple[str, Path], other: tuple[str, Path]) -> Comparison:
     """Each: (name, run folder)."""
     (here_name, here), (there_name, there) = first, other
-    configs = [read_mapping(folder, layout.CONFIG)[0] for folder in (here, there)]
-    plans = [read_mapping(folder, layout.PLAN)[0] for folder in (here, there)]
-    summaries = [read_mapping(folder, layout.SUMMARY)[0] for folder in (here, there)]
+    names = layout.CONFIG, layout.PLAN, layout.SUMMARY
+    found = {(folder, name): read_mapping(folder, name) for name in names for folder in (here, there)}
+    configs, plans, summaries = ([found[folder, name][0] for folder in (here, there)] for name in names)
     contract = {change.key for change in differences(*configs)}
     changed = [change for change in as_changes(*map(flat, configs)) if not change.key.startswith("hydra.")]
     digests = [summary.get("weights_sha256") for summary in summaries]
@@ -110,6 +112,9 @@ def compare_two(first: tuple[str, Path], other: tuple[str, Path]) -> Comparison:
         rows=compare_rows(here / layout.METRICS, there / layout.METRICS),
         weights=weights,
         tensors=differing_tensors(here, there) if weights is False else {},
+        unread=[
+            f"{folder / name}: {problem}" for (folder, name), (_, problem) in found.items() if problem and problem != "missing"
+        ],  # fmt: skip
     )
 
 
