@@ -114,7 +114,7 @@ def compare_two(first: tuple[str, Path], other: tuple[str, Path]) -> Comparison:
         tensors=differing_tensors(here, there) if weights is False else {},
         unread=[
             f"{folder / name}: {problem}" for (folder, name), (_, problem) in found.items() if problem and problem != "missing"
-        ],  # fmt: skip
+        ],
     )
 
 
