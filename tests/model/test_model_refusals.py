@@ -31,3 +31,10 @@ def test_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     isobatch.register("model", "broken_one", broken)
     with pytest.raises(ConfigError, match=r"^model\.name=broken_one: could not be built \(KeyError: 'layers', in .*refusals"):
         options("model", {"name": "broken_one"}).build(INFO)
+
+
+def test_a_word_that_only_timms_encoders_would_read() -> None:
+    kwargs = {"encoder_depth": 3, "decoder_channels": [8, 8, 4]}
+    options("model", {"name": "smp", "kwargs": kwargs}).build(INFO)
+    with pytest.raises(ConfigError, match=r"model\.kwargs=.*resnet18 does not read encoder_depht; it reads encoder_depth, "):
+        options("model", {"name": "smp", "kwargs": {"encoder_depht": 3}}).build(INFO)

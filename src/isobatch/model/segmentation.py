@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.data import DataInfo
+
+
+RENAMED = ("decoder_use_batchnorm", "psp_use_batchnorm", "upscale_mode")  # still read, though in no signature
 
 
 @dataclass(frozen=True)
@@ -44,4 +48,16 @@ class Segmentation(Model):
             raise ConfigError("model.arch", self.arch, f"could not be built with encoder {self.encoder} "
                               f"({kind_and_reason(error)})",
                               "choose another, or model.kwargs") from None  # fmt: skip
+        self._refuse_unread(type(model))
         return model
+
+    def _refuse_unread(self, network: type) -> None:
+        """What a network does not know it hands to the encoder, and only timm's (`tu-`) read it: others drop it."""
+        read = [name for name in inspect.signature(network).parameters if name != "kwargs"]
+        unread = [name for name in self.kwargs if name not in (*read, *RENAMED)]
+        if unread and not self.encoder.startswith(("tu-", "timm-")):
+            own = [name for name in read if name not in ("encoder_name", "encoder_weights", "in_channels", "classes")]
+            raise ConfigError(
+                "model.kwargs", self.kwargs, f"{self.arch} with encoder {self.encoder} does not read {', '.join(unread)}",
+                f"it reads {', '.join(own)}",
+            )  # fmt: skip
