@@ -47,7 +47,8 @@ class Usage:
         self.used = bytearray(n)
         complete = mine == self.everything
         if not complete:
-            self.table[:] = mine + bytes(1 - one for one in mine)
+            # a rank that used nothing had no shard in a short window, or no element in its shards: it has missed nothing
+            self.table[:] = mine + (bytes(1 - one for one in mine) if any(mine) else bytes(n))
         self.work = self.ranks.all_reduce_later(self.tensor, "max")
         if complete:
             return []
@@ -61,7 +62,7 @@ class Usage:
             return
         if self.setting is not None:
             missed = [name for name, one in zip(self.names, self.table[len(self.names) :], strict=True) if one]
-            if len(missed) < len(self.names):  # all: a rank had no shard in a short window, or no element in its shards
+            if missed:
                 log.info("%s=auto: some shards give no gradient for %d of %d parameters (%s%s): they add zeros, and what a "
                          "whole window does not use is left alone", self.setting, len(missed), len(self.names),
                          ", ".join(missed[:3]), ", ..." if len(missed) > 3 else "")  # fmt: skip
