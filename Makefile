@@ -13,7 +13,7 @@ run: $(VENV)/ready  ## train the default (real handwritten digits) in under a mi
 	$(BIN)/python train.py $(ARGS)
 
 test: lint  ## what CI runs
-	@echo "the fast suite: 4 to 5 minutes on 2 quiet cores, longer on busy ones (the first time also the set-up, minutes)"
+	@echo "the fast suite: 5 to 6 minutes on 2 quiet cores, longer on busy ones (the first time also the set-up, minutes)"
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations=40 $(ARGS)
 
 test-loggers: $(VENV)/loggers-ready  ## in CI, after `test`: the two loggers whose packages are too much for everyone

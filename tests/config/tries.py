@@ -114,6 +114,7 @@ TRIES: dict[str, Try] = {
     "data.prefetch": read("data"),
     "data.pin_memory": read("data"),
     "data.on_error": on("data.root={damaged}"),
+    "data=torchvision.on_error": read("data"),  # of sets that have to be downloaded
     "data.holdout": on("data.fold=null", 0.3, 0.4),
     "data.fold": on("data.folds=3", 0, 1),
     "data.folds": on("data.fold=0", 2, 3),
@@ -319,7 +320,9 @@ TRIES: dict[str, Try] = {
     "stop.threshold": on("stop.metric=eval/loss stop.patience=null", 100, 0),
     "stop.max_time": held("test_stop.py::test_time_is_up_for_all_ranks_at_one_step"),
     "metrics.names": on("", "[MulticlassF1Score]", "[MulticlassAccuracy]"),
-    "metrics.kwargs": entry("metrics.names=[MulticlassF1Score]", "MulticlassF1Score.average", "micro", "macro"),
+    "metrics.kwargs": entry(
+        "metrics.names=[MulticlassF1Score] data.eval_samples=60", "MulticlassF1Score.average", "micro", "macro"
+    ),
     "checkpoint.resume": on("{begun}"),
     "checkpoint.load": on("{begun}", "last", "nowhere"),
     "checkpoint.weights": on("{averaged} task=evaluate ema=ema"),
@@ -356,7 +359,7 @@ TRIES: dict[str, Try] = {
     "debug.windows": on("", 1, 2),
     "profile.start": read("profile"),
     "profile.steps": read("profile"),
-    "profile=memory.steps": on("", 1, 2),
+    "profile=memory.steps": read("profile"),  # CUDA's own history
     "profile.all_ranks": read("profile"),
     "profile.stacks": read("profile"),
     "profile.events": read("profile"),

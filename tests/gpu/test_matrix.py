@@ -32,7 +32,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "clip": ("max_grad_norm=0.5", {}), "mixup": ("augment=mixup", {}), "jsd": ("loss=jsd", {}),
     "distill": ("loss=distill loss.teacher.arch=resnet10t", {}), "freeze": ("", {"freeze": ("stem",)}),
     "checkpointing": ("", {"grad_checkpointing": True}), "adamw": ("optimizer=adamw optimizer.lr=0.002", {}),
-    "saving": ("checkpoint=default checkpoint.every=2", {}),
+    "saving": ("checkpoint=default checkpoint.every=2", {}), "workers": ("data.num_workers=1", {}),
 }  # fmt: skip
 FACTORS = STRATEGIES, PRECISIONS, REDUCTIONS, FEATURES
 Row = tuple[str, str, str, str]
