@@ -120,7 +120,7 @@ def test_losses_are_never_float64_on_a_device_without(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "widest", lambda device: torch.float32)
     for options in (TABLE["fast"](), Exact(method="tree")):
         reducer: Any = options.build(working, strategy, plan, Ranks(), CPU)  # type: ignore[arg-type]
-        reducer.begin(plan.window(0))
+        reducer.begin(plan.window(0), None)
         assert reducer.window_loss().dtype == torch.float32
     with pytest.raises(ConfigError, match=r"method=bin64: bin64 adds in float64, which cpu does not have; set .*tree"):
         Exact(method="bin64").build(working, strategy, plan, Ranks(), CPU)  # type: ignore[arg-type]

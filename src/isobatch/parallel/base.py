@@ -38,6 +38,9 @@ class Single:
     """One process, one device."""
 
     name: str = "single"
+    # whether ranks are at the same place of their exchanges, before the first of them, between a window's last forward and its
+    # backward; then the running statistics are sent from there
+    meets_in_last_backward: ClassVar[bool] = False
     not_recordable: ClassVar[str | None] = None  # why micro steps cannot be recorded as CUDA graphs (cuda_graph=true)
 
     def __init_subclass__(cls) -> None:
@@ -130,6 +133,11 @@ class Single:
 
     def idle(self, wrapped: nn.Module) -> None:
         """Take part in the reduction of a window in which this rank has no shard."""
+
+    def idle_window(self, wrapped: nn.Module, before_backward: Callable[[], None]) -> None:
+        """`idle`, and `before_backward` where other ranks are between their last forward and its backward."""
+        before_backward()
+        self.idle(wrapped)
 
     def end(self, wrapped: nn.Module) -> None:
         """After the last micro step of a window, or after `idle`."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.checks import choice, positive
 from isobatch.errors import ConfigError
 from isobatch.parallel.base import Single, check_devices
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
 
@@ -92,6 +94,7 @@ class DistributedDataParallel(Processes):
         delay_allreduce: true sends everything at once when backward is over (apex's), nothing beside it.
     """
 
+    meets_in_last_backward: ClassVar[bool] = True
     name: str = "ddp"
     bucket_mb: float = BUCKET_MB
     gradient_predivide: float | None = None
@@ -123,8 +126,8 @@ class DistributedDataParallel(Processes):
         aside = getattr(wrapped, "aside", None)
         return nullcontext() if aside is None else aside()
 
-    def idle(self, wrapped: nn.Module) -> None:
-        wrapped.idle()  # type: ignore[operator]
+    def idle_window(self, wrapped: nn.Module, before_backward: Callable[[], None]) -> None:
+        wrapped.idle(before_backward)  # type: ignore[operator]
 
     def end(self, wrapped: nn.Module) -> None:
         if hasattr(wrapped, "completion"):

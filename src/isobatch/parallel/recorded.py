@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from isobatch.parallel.base import Single
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from isobatch.batch_plan import Batch, Window
     from isobatch.data.feed import MicroBatch
     from isobatch.runtime.distributed import Ranks
@@ -26,6 +28,8 @@ class AllAtOnce:
     Args:
         options: of the strategy whose place this takes: `reduce_dtype` and `gradient_predivide`, where it has them.
     """
+
+    meets_in_last_backward = False
 
     def __init__(self, options: Single, gradients: Gradients, ranks: Ranks):
         self.gradients, self.ranks = gradients, ranks
@@ -45,7 +49,7 @@ class AllAtOnce:
     def gradient_sync(self, wrapped: nn.Module, micro: MicroBatch) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def idle(self, wrapped: nn.Module) -> None:
+    def idle_window(self, wrapped: nn.Module, before_backward: Callable[[], None]) -> None:
         self.gradients.reset()  # without a shard they are zeros
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +72,13 @@ class WatchedDDP(nn.parallel.DistributedDataParallel):
             if self.completion is not None:
                 self.completion.watching = True
 
-    def idle(self) -> None:
+    def idle(self, before_backward: Callable[[], None]) -> None:
         """Take part in a window without a shard."""
         if self.completion is not None:
             self.completion.watching = False
-        self(None).backward()
+        nothing = self(None)
+        before_backward()
+        nothing.backward()
         if self.completion is not None:
             self.completion.watching = True
 

@@ -64,10 +64,10 @@ class ByElements:
         """Whether the window that has just been finished holds no element at all, so that there is nothing to update."""
         return self.sums and not self.count
 
-    def begin(self, window: Window) -> None:
+    def begin(self, window: Window, statistics: Tensor | None) -> None:
         self.weighed, self.beside = [], []
         self.arriving: tuple[Tensor, Any] | None = None
-        self.inner.begin(window)
+        self.inner.begin(window, statistics)
 
     def shard(self, micro: MicroBatch) -> AbstractContextManager[Any]:
         return self.inner.shard(micro)
@@ -181,8 +181,8 @@ class ByElements:
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
         self.inner.add_buffers(micro, flat)
 
-    def mean_buffers(self, flat: Tensor) -> Tensor:
-        return self.inner.mean_buffers(flat)
+    def mean_buffers(self) -> Tensor:
+        return self.inner.mean_buffers()
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()

@@ -76,6 +76,7 @@ class ExactReducer:
         self.sums = [self._sum(bucket, i) for i, bucket in enumerate(self.buckets)]
         self.losses = torch.zeros(batch.num_shards, dtype=widest(device), device=device)
         self.buffers: TreeSum | None = None
+        self.sum_of_statistics: Tensor | None = None
         self.hooks = [
             self.parameters[i].register_post_accumulate_grad_hook(self._hook(b, i))
             for b, bucket in enumerate(self.buckets) for i in bucket.ids
@@ -97,7 +98,7 @@ class ExactReducer:
         return BinSum(bucket, index, self.ranks.rank, self.ranks.world_size, self.units, self.scratch)
 
     # -- a window ------------------------------------------------------------------------------------------------
-    def begin(self, window: Window) -> None:
+    def begin(self, window: Window, statistics: Tensor | None) -> None:
         self.window = window
         self.current = -1  # the shard that runs; none yet
         self.touched = [False] * len(self.parameters)
@@ -107,6 +108,8 @@ class ExactReducer:
             parameter.grad = None  # its memory is ours, and is about to be used again
         for part in self.sums:
             part.begin(window.num_filled)
+        if statistics is not None and self.buffers is None:  # few: the tree serves both methods
+            self.buffers = TreeSum(make_bucket([0], [statistics], self.ranks.world_size), 0, self.layouts, Scratch())
         if self.buffers is not None:
             self.buffers.begin(window.num_filled)
 
@@ -183,12 +186,18 @@ class ExactReducer:
         False = run the window once more (decided by all ranks together).
         """
         self.early = self.current >= 0 and not self.repeats
+        if self.current < 0:
+            self._send_buffers()
         while self.started < len(self.buckets):
             self._start()
         for part in self.sums[max(0, len(self.sums) - UNDER_WAY + 1) :]:
             part.reduce()
+        if self.buffers is not None:
+            self.buffers.reduce()
         largest = self._agree()
         accepted = self.units is None or self.units.check(largest)
+        if self.buffers is not None:
+            (self.sum_of_statistics,) = self.buffers.result()
         results = [part.result() for part in self.sums]  # waits for what is under way, also if it is of no use
         if not accepted:
             return False
@@ -233,24 +242,20 @@ class ExactReducer:
         """Take what a shard's forward made of the running statistics, `flat` (n,)."""
         if self.observer is not None:
             self.observer.statistics(self.current, flat)
-        self._buffer_sum(flat).leaf(self.current, [flat.clone()])
+        assert self.buffers is not None
+        self.buffers.leaf(self.current, [flat.clone()])
+        if self.last:
+            self._send_buffers()
 
-    def mean_buffers(self, flat: Tensor) -> Tensor:
-        """Mean of the statistics over the window's filled shards, shaped as `flat` (n,). A collective."""
-        total = self._buffer_sum(flat)
-        total.launch()
-        total.reduce()
-        (values,) = total.result()
-        assert values is not None
-        return values / self.window.num_filled
+    def _send_buffers(self) -> None:
+        """Before the first bucket, so that the way is hidden by the last shard's backward."""
+        if self.buffers is not None:
+            self.buffers.launch()
 
-    def _buffer_sum(self, flat: Tensor) -> TreeSum:
-        """Statistics are few: the tree serves both methods."""
-        if self.buffers is None:
-            bucket = make_bucket([0], [flat], self.ranks.world_size)
-            self.buffers = TreeSum(bucket, 0, self.layouts, Scratch())
-            self.buffers.begin(self.window.num_filled)
-        return self.buffers
+    def mean_buffers(self) -> Tensor:
+        """Mean of the statistics over the window's filled shards, (n,)."""
+        assert self.sum_of_statistics is not None
+        return self.sum_of_statistics / self.window.num_filled
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

@@ -29,10 +29,11 @@ class FastReducer:
         self.loss_factor: float = strategy.loss_factor(ranks)
         self.device, self.batch = device, plan.batch
 
-    def begin(self, window: Window) -> None:
+    def begin(self, window: Window, statistics: Tensor | None) -> None:
         self.window = window
         self.loss: Tensor | None = None
         self.buffers: Tensor | None = None
+        self.statistics, self.under_way = statistics, None
         self.strategy.begin(self.module, self.batch, window, self.ranks)
 
     def shard(self, micro: MicroBatch) -> AbstractContextManager[Any]:
@@ -51,7 +52,9 @@ class FastReducer:
     def finish(self) -> bool:
         if self.loss is None:
             self.module.zero_grad()  # no micro batch did it
-            self.strategy.idle(self.module)
+            self.strategy.idle_window(self.module, self._send_buffers)
+        if self.under_way is not None:
+            self.under_way.wait()
         self.strategy.end(self.module)
         return True
 
@@ -72,11 +75,26 @@ class FastReducer:
         """Take what the forward made of the running statistics, `flat` (n,): the mean over the micro batch's shards."""
         flat, shards = _wide(flat), len(micro.shards)
         self.buffers = flat * shards if self.buffers is None else self.buffers.add_(flat, alpha=shards)
+        if micro.is_last:
+            self._send_buffers()
 
-    def mean_buffers(self, flat: Tensor) -> Tensor:
-        """Mean of what was added over the window's filled shards, shaped as `flat` (n,). A collective."""
-        total = torch.zeros_like(_wide(flat)) if self.buffers is None else self.buffers
-        return self.ranks.all_reduce(total) / self.window.num_filled
+    def _send_buffers(self) -> None:
+        """Between this rank's last forward and its backward, which hides the way."""
+        if self.strategy.meets_in_last_backward and self.statistics is not None and self.ranks.world_size > 1:
+            self.buffers = self._sum()
+            self.under_way = self.ranks.all_reduce_later(self.buffers)
+
+    def _sum(self) -> Tensor:
+        """Of this rank's shards."""
+        assert self.statistics is not None
+        return torch.zeros_like(_wide(self.statistics)) if self.buffers is None else self.buffers
+
+    def mean_buffers(self) -> Tensor:
+        """Mean of what was added over the window's filled shards, (n,). A collective, if nothing was sent before."""
+        total = self._sum()
+        if self.under_way is None:
+            total = self.ranks.all_reduce(total)
+        return total / self.window.num_filled
 
     def state_dict(self) -> dict[str, Any]:
         return {}

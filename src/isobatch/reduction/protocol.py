@@ -39,7 +39,8 @@ class Reducer(Protocol):
     def replays(self) -> bool:
         """Whether a window may be run more than once, so that its batches have to be kept."""
 
-    def begin(self, window: Window) -> None: ...
+    def begin(self, window: Window, statistics: Tensor | None) -> None:
+        """`statistics`: the running statistics at its start, flat (n,); None: there are none that learn."""
 
     def shard(self, micro: MicroBatch) -> AbstractContextManager[None]: ...
 
@@ -65,8 +66,8 @@ class Reducer(Protocol):
     def add_buffers(self, micro: MicroBatch, flat: Tensor) -> None:
         """Take what the forward made of the running statistics, `flat` (n,): the mean over the micro batch's shards."""
 
-    def mean_buffers(self, flat: Tensor) -> Tensor:
-        """Mean of what was added over the window's filled shards, shaped as `flat` (n,). A collective."""
+    def mean_buffers(self) -> Tensor:
+        """Mean of what was added over the window's filled shards, (n,). A collective where `finish` was not."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -45,7 +45,7 @@ class Ranks:
         return tensor
 
     def all_reduce_later(self, tensor: torch.Tensor, op: str = "sum") -> Any:
-        """Start `all_reduce` of a tensor in main memory; `wait()` of what is returned ends it."""
+        """Start `all_reduce`; `wait()` of what is returned ends it (of a CUDA tensor: for the stream, not for the host)."""
         import torch.distributed as dist
 
         return dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), async_op=True)

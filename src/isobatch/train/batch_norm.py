@@ -190,7 +190,7 @@ class ShardStatistics:
         if self.others:
             self._name_others()
         if self.flat is not None:
-            self._end(reducer.mean_buffers(self.flat))
+            self._end(reducer.mean_buffers())
             torch._foreach_add_(self.counts, 1)
 
     def _name_others(self) -> None:

@@ -37,8 +37,8 @@ class SharpnessAware:
     def __getattr__(self, name: str) -> Any:  # begin is the window's, the rest the inner one's
         return getattr(self.inner, name)
 
-    def begin(self, window: Window) -> None:
-        self.inner.begin(window)
+    def begin(self, window: Window, statistics: Tensor | None) -> None:
+        self.inner.begin(window, statistics)
 
     @torch.no_grad()
     def finish(self) -> bool:

@@ -77,7 +77,7 @@ def train_step(state: TrainState, parts: Parts, data: WindowData, want_norm: boo
     reducer, statistics, scaler, optimizer = parts.reducer, parts.statistics, state.scaler, state.optimizer
     statistics.begin()
     while True:
-        reducer.begin(data.window)
+        reducer.begin(data.window, statistics.flat)
         for micro in data.micro_batches:
             parts.micro_step(state, parts, data.window.step, micro)
         if reducer.finish():  # now every rank holds the mean gradient over exactly the window's samples
