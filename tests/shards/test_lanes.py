@@ -39,8 +39,8 @@ from isobatch.shards.layout import Layout
 from isobatch.shards.own import Own
 from isobatch.train import crews
 from isobatch.train import lanes as lanes_
+from isobatch.train.crews import undisturbed
 from isobatch.train.lane import Uncached
-from isobatch.train.lanes import undisturbed
 from isobatch.train.unseen import Reached
 
 # six shards of four a window, and a tail of three and two samples a shard
@@ -513,7 +513,7 @@ def test_what_is_read_and_mixed_meanwhile_is_so_as_ever(tmp_path: Path, monkeypa
              "data=custom", "data.name=lanes_drawn", "data.num_workers=0", "augment=mixup", "data.num_classes=10",
              "optimizer=sgd", "optimizer.sam=0.05")  # fmt: skip
     used = []
-    monkeypatch.setattr("isobatch.run.assembled.undisturbed", lambda prepare: used.append(prepare) or undisturbed(prepare))
+    monkeypatch.setattr("isobatch.train.crews.undisturbed", lambda prepare: used.append(prepare) or undisturbed(prepare))
     for count in (1, 3):
         run.run_job(plain(*words, f"threads={count}"), tmp_path / str(count), Ranks())
     assert len(used) == 1

@@ -25,13 +25,19 @@ class LaunchNode:
 
     def hindrance(self) -> str:
         """Why the launch cannot go on without it, in words; "" = it can."""
+        if alone := self._nothing_to_leave():
+            return alone
+        if serves(self.agent, rendezvous_port(self.agent, self.environ)):
+            return f"host {self.host} serves the rendezvous, and the launch ends with it"
+        return ""
+
+    def _nothing_to_leave(self) -> str:
+        """Why there is nothing to leave, in words; "" = the launch has other nodes."""
         ranks = ranks_from_environment(self.environ)
         if "TORCHELASTIC_RUN_ID" not in self.environ:
             return f"host {self.host} cannot be left out, as torchrun did not start the run"
         if ranks.local_world_size == ranks.world_size:
             return f"host {self.host} cannot be left out, as the launch has no other"
-        if serves(self.agent, rendezvous_port(self.agent, self.environ)):
-            return f"host {self.host} serves the rendezvous, and the launch ends with it"
         return ""
 
     def withdraw(self) -> str:
@@ -41,7 +47,7 @@ class LaunchNode:
         A signal is what torchrun expects then: it ends its own ranks, and leaves the rendezvous open for the others.
         """
         hindrance = self.hindrance()
-        if "cannot" not in hindrance:
+        if not self._nothing_to_leave():
             os.kill(self.agent, signal.SIGTERM)
         return f"{hindrance}: {ELSEWHERE}" if hindrance else f"host {self.host} leaves the launch"
 

@@ -36,9 +36,10 @@ from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.randomness import ShardSeeder
 from isobatch.shards.criteria import EachShard, handed_on
 from isobatch.shards.side_by_side import SideBySide
-from isobatch.train import batch_norm, crews, graph, pace, sharpness
+from isobatch.train import batch_norm, graph, pace, sharpness
+from isobatch.train.crews import crew_of
 from isobatch.train.governed import governed
-from isobatch.train.lanes import LaneSteps, undisturbed
+from isobatch.train.lanes import LaneSteps
 from isobatch.train.loop import Loop
 from isobatch.train.rehearsal import SAMPLES, kept_wider, rehearse
 from isobatch.train.state import TrainState
@@ -145,11 +146,8 @@ def run_apart(planned: Planned, working: WorkingCopy, reducer: Reducer, prepare:
         criterion, prepare = EachShard(criterion, config.loss.averages), handed_on(prepare)
     lane_steps = None
     if sharing.lanes > 1 and trains:
-        crew: crews.Crew = crews.ThreadCrew(sharing.lanes)
-        if device.type == "cuda":
-            crew = crews.StreamCrew(sharing.lanes, device)
-        else:
-            prepare = undisturbed(prepare)
+        crew = crew_of(sharing.lanes, device)
+        prepare = crew.beside(prepare)
         lane_steps = LaneSteps(crew, config.seed, reducer, seed.host, config.threads is not None)
     apart: SideBySide | Fingerprint = SideBySide(config.seed, lanes, sharing.apart, planned.plan.batch.shard)
     if config.sweep.tolerance is not None:  # equal training is asked for: fingerprints explain a difference

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from isobatch.runtime import accelerator
+from isobatch.runtime.randomness import DRAWING, isolated_generators
 from isobatch.shards.own import told_apart
 from isobatch.train.lane import Lane, Shard, cast_twice
 from isobatch.train.stream_lane import StreamLane
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from isobatch.train.step import Parts
 
 QUICK_S = 0.003  # of a core: Python and the hand-over of a shard take a millisecond, and one thread at a time has Python
+Prepare = Callable[..., Any]
 GAIN = 1.03  # by the clock: less is what two measurements of the same differ by
 
 
@@ -56,6 +58,9 @@ class Crew(Protocol):
 
     def in_vain(self, run: Callable[[Lane], Shard], lanes: Sequence[Lane]) -> str | None:
         """Why one shard at a time is as fast, measured on one (`run`); None: it is slower."""
+
+    def beside(self, prepare: Prepare | None) -> Prepare | None:
+        """`prepare` of a Feed, which may be called while lanes run."""
 
     def rest(self) -> None:
         """Behind a window, whose shards have landed."""
@@ -98,6 +103,9 @@ class ThreadCrew:
             before = time.thread_time()
             run(lane)
             return time.thread_time() - before
+
+    def beside(self, prepare: Prepare | None) -> Prepare | None:
+        return undisturbed(prepare)
 
     def rest(self) -> None:
         """Threads keep nothing."""
@@ -154,6 +162,9 @@ class StreamCrew:
         accelerator.wait(self.device)
         return time.perf_counter() - before
 
+    def beside(self, prepare: Prepare | None) -> Prepare | None:
+        return prepare  # the host is in one place at a time
+
     def rest(self) -> None:
         for lane in self.made:
             lane.let_go()
@@ -164,3 +175,20 @@ class StreamCrew:
             for stream in self.streams:
                 current.wait_stream(stream)
             self.rest()
+
+
+def crew_of(count: int, device: torch.device) -> Crew:
+    """What runs `count` lanes on `device`."""
+    return StreamCrew(count, device) if device.type == "cuda" else ThreadCrew(count)
+
+
+def undisturbed(prepare: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """`prepare` of a Feed beside lanes: what it draws is drawn in peace, and the default generators stay as they were."""
+    if prepare is None:
+        return None
+
+    def prepared(*given: Any) -> Any:
+        with DRAWING, isolated_generators():
+            return prepare(*given)
+
+    return prepared

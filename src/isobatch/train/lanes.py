@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,7 +24,6 @@ from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_map_only
 
 from isobatch.errors import JobFailed
-from isobatch.runtime.randomness import DRAWING, isolated_generators
 from isobatch.train.crews import Crew
 from isobatch.train.lane import Lane, Shard
 from isobatch.train.step import micro_step
@@ -201,15 +200,3 @@ class Tried:
         named = zip(lane.module.named_parameters(), shard.gradients, strict=True)
         self.gradients = {name: g.cpu() for (name, _), g in named if g is not None}
         self.buffers = {name: buffer.detach().cpu() for name, buffer in lane.module.named_buffers()}
-
-
-def undisturbed(prepare: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """`prepare` of a Feed beside lanes: what it draws is drawn in peace, and the default generators stay as they were."""
-    if prepare is None:
-        return None
-
-    def prepared(*given: Any) -> Any:
-        with DRAWING, isolated_generators():
-            return prepare(*given)
-
-    return prepared
