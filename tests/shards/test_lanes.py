@@ -93,7 +93,7 @@ class Watched(contextlib.AbstractContextManager[None]):
 
 def test_the_default_generator_is_one_threads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = Watched()
-    for place in ("shards.own", "train.lanes", "data.loader"):
+    for place in ("shards.own", "train.crews", "data.loader"):
         monkeypatch.setattr(f"isobatch.{place}.DRAWING", lock)
     with Own().drawing():
         torch.randn_like(torch.zeros(3))
