@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import multiprocessing as mp
+import pickle
 import queue
 import re
 import time
@@ -37,9 +37,9 @@ BASE = ("logger=none", "model=mlp", "model.width=16", "model.depth=1", "threads=
 def plain(*overrides: str) -> dict[str, Any]:
     """The resolved config that `python train.py <overrides>` would train with."""
     if any(word.startswith("resume=") for word in overrides):  # whose settings are in a folder that may have changed since
-        return configuration.resolved(_composed.__wrapped__(*overrides))
+        return configuration.resolved(pickle.loads(_composed.__wrapped__(*overrides)))
     groups = tuple(word for word in overrides if not OPTION.match(word) or word.partition("=")[0] in GROUPS)
-    made = copy.deepcopy(_composed(*groups))
+    made = pickle.loads(_composed(*groups))  # a copy, five times as quick as deepcopy
     options = OverridesParser.create().parse_overrides([word for word in overrides if word not in groups])
     with hydra_patches.active(["run", *overrides]):
         refusals.apply_overrides(options, made)
@@ -51,10 +51,10 @@ GROUPS = {entry.name for entry in configuration.conf_folder().iterdir() if entry
 
 
 @functools.lru_cache(maxsize=256)  # Hydra takes as long to compose as a small training; to set an option is quick
-def _composed(*groups: str) -> Any:
+def _composed(*groups: str) -> bytes:
     folder = str(configuration.conf_folder())
     with hydra_patches.active(["run", *groups]), initialize_config_dir(folder, version_base="1.3"):
-        return compose("config", overrides=list(groups))
+        return pickle.dumps(compose("config", overrides=list(groups)), pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass

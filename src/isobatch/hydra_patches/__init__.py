@@ -59,6 +59,7 @@ METHODS: dict[tuple[Any, str], Any] = {
     (composing.FileConfigSource, "load_config"): composing.load_config,
     (composing.hydra_s, "_create_interpolation_map"): composing.interpolation_map,
     (composing.omegaconf_s, "get_yaml_loader"): composing.yaml_loader,
+    (composing.hydra_version, "_get_version"): composing.minor_version,
     (Override, "value"): value_of_choice,
     (Plugins, "instantiate_launcher"): _launcher_of_sweep,
     (Plugins, "is_in_toplevel_plugins_module"): staticmethod(_is_plugin_or_ours),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from hydra import version as hydra_version
 from hydra._internal import defaults_list as hydra_s
 from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
@@ -25,6 +27,7 @@ Plugins.instance()  # executes the modules of Hydra's sources once more: a class
 FileConfigSource: Any = SourcesRegistry.instance().resolve("file")
 _load, _map, _mode = FileConfigSource.load_config, hydra_s._create_interpolation_map, Hydra.get_mode
 yaml_loader = lru_cache(omegaconf_s.get_yaml_loader)  # a class, which OmegaConf makes anew for each file
+minor_version = lru_cache(hydra_version._get_version)  # of Hydra's own constants, parsed for each entry of a defaults list
 
 
 @lru_cache(maxsize=512)
@@ -33,7 +36,7 @@ def parsed(path: str, *state: int) -> tuple[dict[str, str | None], Any]:
     with open(path, encoding="utf-8") as file:
         header = ConfigSource._get_header_dict(file.read(512))
         file.seek(0)
-        return header, OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        return header, OmegaConf.load(file)
 
 
 def load_config(self: Any, config_path: str) -> ConfigResult:
@@ -44,7 +47,7 @@ def load_config(self: Any, config_path: str) -> ConfigResult:
     except OSError:
         return _load(self, config_path)
     header, content = parsed(path, seen.st_mtime_ns, seen.st_size, seen.st_ino)
-    return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=OmegaConf.create(content),
+    return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=copy.deepcopy(content),
                         header=dict(header))  # fmt: skip
 
 
