@@ -7,14 +7,17 @@ ARGS ?=
 QUICK = --quiet --disable-pip-version-check --no-compile
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
 
+# where it is set (containers), every worker and every command of the tests would compile all modules anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test test-loggers test-all lint bench clean
 
 run: $(VENV)/ready  ## train the default (real handwritten digits) in under a minute
 	$(BIN)/python train.py $(ARGS)
 
-test: lint  ## what CI runs
+test: lint  ## what CI runs; a file's tests share what its fixtures train, so they run in one process
 	@echo "the fast suite: 5 to 6 minutes on 2 quiet cores, longer on busy ones (the first time also the set-up, minutes)"
-	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations=40 $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=40 $(ARGS)
 
 test-loggers: $(VENV)/loggers-ready  ## in CI, after `test`: the two loggers whose packages are too much for everyone
 	$(VENV)/loggers/bin/python -m pytest -n 0 -m "not slow" tests/logger/test_logger_mlflow.py tests/logger/test_logger_trackio.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import locale
@@ -9,10 +10,12 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,6 +135,29 @@ def tables_as_before() -> Iterator[None]:
     for group, table in TABLES.items():
         table.clear()
         table.update(before[group])
+
+
+@pytest.fixture
+def matrix_drawn() -> None:
+    """The confusion matrix of an evaluation is drawn."""
+
+
+@pytest.fixture(autouse=True)
+def _no_matrix(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing it takes as long as the rest of a small evaluation twice; a test that looks at it asks for it."""
+    if "matrix_drawn" not in request.fixturenames:
+        monkeypatch.setattr("isobatch.evaluate.files.draw", lambda path, names, matrix: path.write_bytes(b""))
+
+
+@pytest.fixture
+def warm_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process beside the trainer has imported wandb already, which is most of its CPU time."""
+    import warm
+
+    from isobatch.logger import weights_and_biases
+
+    popen = functools.partial(warm.Popen, preload=("wandb",))
+    monkeypatch.setattr(weights_and_biases, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
 
 
 @pytest.fixture

@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from wandb_standin import StandIn, bare_environ
 
 from isobatch import dashboard
 
 
 def run(*words: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "isobatch.dashboard", *words], env=environ, capture_output=True, text=True,
-                          stdin=subprocess.DEVNULL, timeout=200)  # fmt: skip
+    return warm.run([sys.executable, "-m", "isobatch.dashboard", *words], env=environ, capture_output=True,
+                    stdin=subprocess.DEVNULL, preload=("wandb_workspaces.workspaces", "wandb_workspaces.reports.v2"))  # fmt: skip
 
 
 def test_saved_workspace_is_the_one_of_the_dry_run(tmp_path: Path) -> None:

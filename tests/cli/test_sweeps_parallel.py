@@ -161,17 +161,23 @@ def test_slots_are_equal_and_disjoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_plugin_is_one_line_and_only_when_it_is_asked_for(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['hydra_plugins.hydra_submitit_launcher'] = None; from isobatch.cli import main; main()"
-    for words, line in [
-        (["sweep.parallel_jobs=2"], "isobatch: sweep.parallel_jobs=2: needs the package hydra-submitit-launcher; "),
-        (["hydra/launcher=slurm"], "isobatch: hydra/launcher=slurm: its plugin is not installed; "),
-    ]:
-        ended = run([sys.executable, "-c", code, "-m", *BASE, "seed=0,1", *words], tmp_path)
-        assert ended.code == 2 and not ended.tracebacks()
-        (said,) = ended.own_lines()
-        assert said.startswith(line) and "pip install 'isobatch[slurm]'" in said
-    assert run([sys.executable, "-c", code, *BASE, "--cfg", "job"], tmp_path).code == 0
-    assert run([sys.executable, "-c", code, "--help"], tmp_path).code == 0
+    """Four commands, forked from a program that has imported the command alone: each has a Hydra that has done nothing yet."""
+    asked = [["-m", *BASE, "seed=0,1", "sweep.parallel_jobs=2"], ["-m", *BASE, "seed=0,1", "hydra/launcher=slurm"],
+             [*BASE, "--cfg", "job"], ["--help"]]  # fmt: skip
+    code = ("import os, sys; sys.modules['hydra_plugins.hydra_submitit_launcher'] = None\n"
+            "from isobatch.cli import command, main; import hydra.main\n"
+            f"for words in {asked}:\n"
+            "    pid = os.fork()\n"
+            "    if not pid: sys.argv[1:] = words; main(); sys.exit(0)\n"
+            "    print('ended with', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=sys.stderr, flush=True)\n")  # fmt: skip
+    ended = run([sys.executable, "-c", code], tmp_path)
+    assert ended.code == 0 and not ended.tracebacks(), ended.err
+    ends = [line for line in ended.err.splitlines() if line.startswith("ended with")]
+    assert ends == [f"ended with {code}" for code in (2, 2, 0, 0)], ended.err
+    said = ended.own_lines()
+    assert len(said) == 2 and all("pip install 'isobatch[slurm]'" in line for line in said), said
+    assert said[0].startswith("isobatch: sweep.parallel_jobs=2: needs the package hydra-submitit-launcher; ")
+    assert said[1].startswith("isobatch: hydra/launcher=slurm: its plugin is not installed; ")
 
 
 SBATCH = """#!{python}

@@ -58,7 +58,8 @@ def test_the_class_that_is_taught_is_the_one_that_hydra_uses() -> None:
     subprocess.run([sys.executable, "-c", look], check=True)
 
 
-def test_configs_of_a_large_sweep_are_let_go_while_the_search_is_off(conf: Path) -> None:
+def test_configs_of_a_large_sweep_are_let_go_while_the_search_is_off(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "AT_ONCE", 4)
     garbage.off()
     try:
         made = [weakref.ref(compose("config")) for _ in range(2 * garbage.AT_ONCE)]

@@ -42,9 +42,11 @@ def imports(path: Path, top_level_only: bool = False) -> set[str]:
 
     def visit(node: ast.AST, top: bool) -> None:
         for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                continue  # an import is in no expression
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 continue
-            inner = top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            inner = top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             if isinstance(child, ast.Import) and (top or not top_level_only):
                 found.update(alias.name for alias in child.names)
             if isinstance(child, ast.ImportFrom) and child.module and (top or not top_level_only):
@@ -232,11 +234,12 @@ def arrows(path: Path) -> set[str]:
     """Modules of ours that a file imports when it is imported, and those that it names in types alone."""
     ours = {module_name(other) for other in MODULES}
     found: set[str] = set()
+    statements = ast.stmt | ast.ExceptHandler | ast.match_case  # an import is in no expression
 
     def visit(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                continue  # only when it is called: torch and what brings it are not paid for at a start
+            if not isinstance(child, statements) or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue  # a function: only when it is called: torch and what brings it are not paid for at a start
             if isinstance(child, ast.Import):
                 found.update(alias.name for alias in child.names)
             if isinstance(child, ast.ImportFrom) and child.module:

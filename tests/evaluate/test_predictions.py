@@ -37,7 +37,7 @@ def evaluated(run: Path, folder: Path, *words: str) -> dict[str, Any]:
     return json.loads((folder / "evaluation.json").read_text())
 
 
-def test_files_add_up_and_are_the_same_at_any_number_of_ranks(run: Path, tmp_path: Path,
+def test_files_add_up_and_are_the_same_at_any_number_of_ranks(run: Path, tmp_path: Path, matrix_drawn: None,
                                                               capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     result = evaluated(run, tmp_path / "1")["result"]
     said = capsys.readouterr().out
@@ -110,7 +110,7 @@ def test_files_of_images_are_named(tmp_path: Path) -> None:
     assert {row["label"] for row in rows} == {"cat", "dog, small"}
 
 
-def test_many_classes_few_samples_and_names_of_any_script(tmp_path: Path) -> None:
+def test_many_classes_few_samples_and_names_of_any_script(tmp_path: Path, matrix_drawn: None) -> None:
     """Classes that do not occur have no recall and leave the means alone; a matrix of thousands is not drawn."""
     answers = Answers(4, torch.device("cpu"))
     logits = torch.eye(3)[[0, 1, 1, 1]] * 5
@@ -127,7 +127,7 @@ def test_many_classes_few_samples_and_names_of_any_script(tmp_path: Path) -> Non
         "evaluation.json", "predictions.csv", "per_class.csv"]  # fmt: skip
 
 
-def test_loggers_get_the_matrix_and_the_table(run: Path, tmp_path: Path) -> None:
+def test_loggers_get_the_matrix_and_the_table(run: Path, tmp_path: Path, matrix_drawn: None) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

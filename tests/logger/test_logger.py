@@ -28,7 +28,7 @@ SUMMARY = {"state": "completed", "steps": 4, "samples": 192, "best": {"eval/accu
 
 
 @pytest.fixture
-def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_wandb: None) -> Callable[..., None]:
     """Puts an environment in place of this one's W&B settings."""
 
     def put(**given: str) -> None:
@@ -221,7 +221,7 @@ def test_a_missing_package_is_named(module: str, environ: Callable[..., None], m
 
 def test_a_broken_wandb_is_named_too(tmp_path: Path, environ: Callable[..., None]) -> None:
     (tmp_path / "wandb.py").write_text("raise ImportError('blocked')\n")
-    environ(PYTHONPATH=str(tmp_path))
+    environ(PYTHONPATH=str(tmp_path), ISOBATCH_COLD="1")
     with pytest.raises(ConfigError, match=r"wandb cannot be imported \(blocked\).*logger=none"):
         record(tmp_path / "run", mode="offline")
 

@@ -73,7 +73,7 @@ def test_28_one_run_per_job_of_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.case(28)
-def test_28_failed_run_is_closed_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_28_failed_run_is_closed_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_wandb: None) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(JobFailed, match="train/loss is"):
         train(tmp_path / "run", *TINY[3:], "logger=wandb", "steps=50", "optimizer=sgd", "optimizer.lr=1e6",

@@ -16,7 +16,7 @@ from isobatch.sweeps import online
 NODE = {"name": "wandb", "mode": "auto", "project": "mine", "entity": None, "finish_timeout_s": 10, "tags": []}
 
 
-def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_wandb: None) -> None:
     for key, value in bare_environ(tmp_path).items():
         monkeypatch.setenv(key, value)
     folder = tmp_path / "2030-01-01" / "10-00-00"

@@ -1,6 +1,6 @@
 """Commands that start warm: forked from a process that has imported all of it, which is most of a command's CPU time.
 
-`Popen` and `run` are subprocess's, for `[sys.executable, script or -m module, *words]`. What is started is a process like
+`Popen` and `run` are subprocess's, for `[sys.executable, (-P) script or -m module, *words]`. What is started is a process like
 any other: its own pid, session, environment, folder, pipes, signals and exit status, with a fresh `__main__`. What is not
 as after a cold start: modules are there already. So a test of what a start imports, or of what has to be set before torch
 reads it, starts cold; ISOBATCH_COLD=1 starts everything cold, as `make test-all` does.
@@ -29,11 +29,11 @@ COLD = "ISOBATCH_COLD"
 class Server:
     """The process that is forked: made when the first command starts, gone with this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, str(SERVER), str(theirs.fileno())], env=environ, cwd="/",
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+        self.process = subprocess.Popen([sys.executable, str(SERVER), str(theirs.fileno()), *preload], env=environ,
+                                        cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
                                         start_new_session=True)  # fmt: skip
         theirs.close()
         self.socket, self.owner = ours, os.getpid()
@@ -54,28 +54,32 @@ class Server:
         return pid
 
 
-_server: Server | None = None
+_servers: dict[tuple[str, ...], Server] = {}
 
 
-def server() -> Server | None:
-    """None: everything starts cold."""
-    global _server
+def server(preload: tuple[str, ...] = ()) -> Server | None:
+    """Of processes that have imported `preload` (of none: what a command does). None: everything starts cold."""
     if os.environ.get(COLD) == "1":
         return None
-    if _server is None or _server.owner != os.getpid():
-        _server = Server()
-    return _server if _server.works else None
+    if preload not in _servers or _servers[preload].owner != os.getpid():
+        _servers[preload] = Server(preload)
+    return _servers[preload] if _servers[preload].works else None
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """subprocess.Popen whose process is the server's child: how it ended comes through a pipe."""
 
+    _preload: tuple[str, ...] = ()
     _status: int | None = None
+
+    def __init__(self, words: Sequence[str], *, preload: tuple[str, ...] = (), **options: Any) -> None:
+        self._preload = preload
+        super().__init__(words, **options)
 
     def _execute_child(self, *given: Any) -> None:  # type: ignore[override]
         asked = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments  # type: ignore[attr-defined]
         words = [os.fspath(word) for word in asked["args"]]
-        warm = server() if words[0] == sys.executable and words[1:2] != ["-c"] and not asked["shell"] else None
+        warm = server(self._preload) if words[0] == sys.executable and words[1:2] != ["-c"] and not asked["shell"] else None
         if warm is None:
             return super()._execute_child(*given)  # type: ignore[misc]
         ends, told = os.pipe()

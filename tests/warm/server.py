@@ -1,7 +1,7 @@
 """The process that warm starts are forked from (see __init__.py). It has one thread, or it forks nothing.
 
-It imports what a command does, and waits for tasks on the socket whose number is its argument. A child leaves the loop and
-becomes the command.
+It imports what a command does, or what further arguments name, and waits for tasks on the socket whose number is its first
+argument. A child leaves the loop and becomes the command.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def become(task: dict) -> str:
     """Give this process the descriptors, session, folder, environment and words of `task`; returns its script or module."""
     from multiprocessing import process
 
+    keep_shared_folders()
     if task["session"]:
         os.setsid()
     for number, given in enumerate(task["fds"]):
@@ -77,14 +78,26 @@ def become(task: dict) -> str:
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    safe = task["words"][0] == "-P"  # the script's folder is not searched
+    task["words"] = task["words"][safe:]
     module, words = (task["words"][1], task["words"][2:]) if task["words"][0] == "-m" else ("", task["words"][1:])
     script = module or task["words"][0]
     sys.argv = [script, *words]
     process.ORIGINAL_DIR = os.getcwd()  # taken at its import; what it starts goes there, and looks for the script there
     sys.orig_argv = [sys.executable, *task["words"]]
     first = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
-    sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *INSTALLED]
+    sys.path[:] = [*([] if safe else [first]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *INSTALLED]
     return script
+
+
+def keep_shared_folders() -> None:
+    """wandb makes a folder for pictures at its import and removes it at its end: the server's, not that of each child."""
+    import atexit
+
+    made = getattr(sys.modules.get("wandb.sdk.data_types._private"), "MEDIA_TMP", None)
+    if made is not None:
+        atexit.unregister(made.cleanup)
+        made._finalizer.detach()
 
 
 def keep_a_fork_server() -> None:
@@ -186,7 +199,7 @@ if __name__ == "__main__":
     import importlib
 
     gc.disable()
-    for name in PRELOAD:
+    for name in sys.argv[2:] or PRELOAD:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit()
