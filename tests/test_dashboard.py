@@ -16,7 +16,8 @@ from isobatch import dashboard
 
 def run(*words: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return warm.run([sys.executable, "-m", "isobatch.dashboard", *words], env=environ, capture_output=True,
-                    stdin=subprocess.DEVNULL, preload=("wandb_workspaces.workspaces", "wandb_workspaces.reports.v2"))  # fmt: skip
+                    stdin=subprocess.DEVNULL,
+                    preload=("wandb_workspaces.workspaces", "wandb_workspaces.reports.v2"))  # fmt: skip
 
 
 def test_saved_workspace_is_the_one_of_the_dry_run(tmp_path: Path) -> None:

@@ -169,7 +169,8 @@ def test_a_missing_plugin_is_one_line_and_only_when_it_is_asked_for(tmp_path: Pa
             f"for words in {asked}:\n"
             "    pid = os.fork()\n"
             "    if not pid: sys.argv[1:] = words; main(); sys.exit(0)\n"
-            "    print('ended with', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=sys.stderr, flush=True)\n")  # fmt: skip
+            "    status = os.waitpid(pid, 0)[1]\n"
+            "    print('ended with', os.waitstatus_to_exitcode(status), file=sys.stderr, flush=True)\n")  # fmt: skip
     ended = run([sys.executable, "-c", code], tmp_path)
     assert ended.code == 0 and not ended.tracebacks(), ended.err
     ends = [line for line in ended.err.splitlines() if line.startswith("ended with")]

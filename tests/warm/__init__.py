@@ -33,8 +33,8 @@ class Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen([sys.executable, str(SERVER), str(theirs.fileno()), *preload], env=environ,
-                                        cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                                        start_new_session=True)  # fmt: skip
+                                        cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                        pass_fds=[theirs.fileno()], start_new_session=True)  # fmt: skip
         theirs.close()
         self.socket, self.owner = ours, os.getpid()
         ours.settimeout(READY_S)
