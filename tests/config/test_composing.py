@@ -11,13 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
+from hydra.core.global_hydra import GlobalHydra
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from isobatch import hydra_patches
 from isobatch.config import conf_folder
-from isobatch.hydra_patches import composing
+from isobatch.hydra_patches import composing, kept, layers
 from isobatch.runtime import garbage
 
 
@@ -102,3 +107,37 @@ def test_a_loader_of_yaml_is_made_once() -> None:
     with hydra_patches.active():
         loaders = {composing.omegaconf_s.get_yaml_loader() for _ in range(2)}
     assert len(loaders) == 1 and composing.omegaconf_s.get_yaml_loader() not in loaders
+
+
+def test_a_job_of_a_sweep_is_composed_once(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "AT_ONCE", 2)
+    loader = GlobalHydra.instance().config_loader()
+    (conf / "a/one.yaml").write_text("x: ${oc.env:ISOBATCH_X}\nwhere: a\n")
+    master = loader.load_configuration("config", ["a=one,two", "b=one,two"], RunMode.MULTIRUN)
+    jobs = [["a=one", "b=one"], ["a=one", "b=two"], ["a=two", "b=one"]]
+    fresh = [loader.load_sweep_config(master, job) for job in jobs]
+    sweeper: Any = SimpleNamespace(config=master, hydra_context=SimpleNamespace(config_loader=loader))
+    Sweeper.validate_batch_is_legal(sweeper, jobs)
+    layers.LEFT_OUT[:] = ["of another"]
+    OmegaConf.set_cache(master, {"stamp": {("outputs",): "the sweep's"}})  # resolved since
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "_load", None)
+        again = [loader.load_sweep_config(master, job) for job in jobs[:2]]
+    assert again == fresh[:2] and layers.LEFT_OUT == [] and not kept._kept, "the third was too many to keep"
+    assert OmegaConf.get_cache(again[0]) == OmegaConf.get_cache(master)
+    monkeypatch.setenv("ISOBATCH_X", "7")  # what is read when the job begins still is
+    assert again[1].a.x == "7" and again[1].b.x == 1
+    OmegaConf.set_readonly(again[0], True)  # as Hydra leaves it after a job: the next one of the same words gets its own
+    assert not OmegaConf.is_readonly(loader.load_sweep_config(master, jobs[0]))
+
+
+def test_yaml_is_parsed_in_c_as_omegaconf_reads_it() -> None:
+    texts = [path.read_text() for path in sorted(conf_folder().rglob("*.yaml"))]
+    texts += ["a: 1e-3\nb: 2020-01-01\nc: 1_0\nd: [.inf, off, 0x1F, ~]\ne: 'ü \\n'\nf: |\n  a\n   b\n", "", "# nothing\n"]
+    loader = composing.yaml_loader()
+    assert issubclass(loader, yaml.cyaml.CParser) == yaml.__with_libyaml__
+    for text in texts:
+        assert yaml.load(text, loader) == yaml.load(text, composing._yaml_loader())
+    for wrong in ("a: 1\na: 2\n", "a: !!python/object:os.system {}\n", "a: [1\n"):
+        with pytest.raises(yaml.YAMLError):
+            yaml.load(wrong, loader)

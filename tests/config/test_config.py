@@ -11,7 +11,7 @@ import yaml
 from harness import plain
 
 from isobatch import tasks
-from isobatch.config import TABLES, Settings, load
+from isobatch.config import TABLES, BatchOptions, Settings, load, loading, typed
 from isobatch.config.loading import attributes
 from isobatch.config.schema import NESTED
 from isobatch.errors import ConfigError
@@ -149,3 +149,14 @@ def test_the_top_level_defaults_are_those_of_the_file() -> None:
             assert written[field.name] == default, field.name
     for name, options in NESTED.items():
         assert attributes(written[name]) == dataclasses.asdict(options()), name
+
+
+def test_settings_that_were_typed_before_are_told_apart_and_shared_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again = (typed(TABLES["logger"]["wandb"], {"name": "wandb", "tags": ["a"]}, "logger.") for _ in range(2))
+    assert first == again and first is not again and first.tags is not again.tags and first.alerts is not again.alerts
+    monkeypatch.setattr(loading, "MOST_KNOWN", 2)
+    made = [typed(BatchOptions, {"micro": micro}, "batch.").micro for micro in (1, "auto", 3, 4, 1)]
+    assert made == [1, "auto", 3, 4, 1] and len(loading._known) <= 2
+    for same in (True, 1.0, "1"):  # equal to 1, or written like it
+        with pytest.raises(ConfigError, match="neither a positive integer"):
+            typed(BatchOptions, {"micro": same}, "batch.")

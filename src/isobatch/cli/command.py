@@ -36,7 +36,7 @@ from isobatch.logger import artifacts
 from isobatch.resume import saved_settings
 from isobatch.run_folder import layout, lock
 from isobatch.run_folder.files import write_text
-from isobatch.runtime import cores, garbage
+from isobatch.runtime import cores
 from isobatch.runtime.distributed import joined, ranks_from_environment
 from isobatch.sweeps import launchers
 
@@ -124,7 +124,6 @@ def main() -> None:
         sys.exit(code_of_verb)
     for line in dotenv.read(Path.cwd()):
         to_stderr(f"isobatch: {line}")
-    garbage.off()  # until run_job
     signal.signal(signal.SIGTERM, launch.early)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, launch.early)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
+from isobatch.runtime import garbage
+
 VERBS = {
     "certify": "isobatch.certify",
     "compare": "isobatch.compare.__main__",
@@ -23,5 +25,7 @@ def run_verb(words: Sequence[str]) -> int | None:
         return 0
     if not words or words[0] not in VERBS:
         return None
-    code: int | None = importlib.import_module(VERBS[words[0]]).main(list(words[1:]))
+    main = importlib.import_module(VERBS[words[0]]).main
+    garbage.on()
+    code: int | None = main(list(words[1:]))
     return code or 0

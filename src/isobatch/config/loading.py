@@ -18,6 +18,8 @@ from isobatch.config.schema import NESTED, Config, Settings
 from isobatch.config.tables import TABLES
 from isobatch.errors import ConfigError
 
+MOST_KNOWN = 256  # merged groups of settings, of up to 50 kB each
+
 
 def load(plain: Mapping[str, Any]) -> Config:
     """Build the typed tree from the composed, resolved, plain data.
@@ -107,7 +109,7 @@ def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
             raise ConfigError(prefix + str(key), node[key], f"{what} has no such option",
                               way_to_option(prefix, str(key), known - {"name"}, TABLES.get(prefix[:-1], {})))  # fmt: skip
     try:
-        return OmegaConf.to_object(OmegaConf.merge(_structured(cls), dict(node)))
+        return OmegaConf.to_object(_merged(cls, node))
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         value: Any = node
@@ -117,6 +119,17 @@ def typed(cls: type, node: Mapping[str, Any], prefix: str) -> Any:
         raise ConfigError(prefix + key, value, problem, "see the comments in conf/ for the values it takes") from None
 
 
+def _merged(cls: type, node: Mapping[str, Any]) -> Any:
+    """`node` in the types of `cls`. A job does it before its ranks begin and in each; a sweep's jobs are alike."""
+    key = cls, repr(node)  # which tells 1, 1.0, True and "1" apart
+    if key not in _known:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[key] = OmegaConf.merge(_structured(cls), dict(node))
+    return _known[key]
+
+
+_known: dict[tuple[type, str], Any] = {}
 _structured = functools.cache(OmegaConf.structured)  # merging copies it; for every job of a sweep it would be made anew
 
 

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isobatch.extend.registry import GROUPS
 from isobatch.marks import Marks
 
-_MODULES = {group: importlib.import_module(f"isobatch.{group}") for group in GROUPS}
-TABLES: dict[str, dict[str, Any]] = {group: module.TABLE for group, module in _MODULES.items()}
-MARKS: dict[str, Marks] = {group: module.MARKS for group, module in _MODULES.items()}
+
+class OfGroups(Mapping[str, Any]):
+    """Group -> what its module calls `name`. The module is imported when that is asked for: composing needs the groups'
+    names alone, and their 150 dataclasses are a sixth of a start that only shows or refuses something.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getitem__(self, group: str) -> Any:
+        if group not in GROUPS:
+            raise KeyError(group)
+        return getattr(importlib.import_module(f"isobatch.{group}"), self._name)
+
+    def __contains__(self, group: object) -> bool:
+        return group in GROUPS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(GROUPS)
+
+    def __len__(self) -> int:
+        return len(GROUPS)
+
+
+TABLES: Mapping[str, dict[str, Any]] = OfGroups("TABLE")
+MARKS: Mapping[str, Marks] = OfGroups("MARKS")

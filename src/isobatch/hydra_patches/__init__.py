@@ -18,10 +18,11 @@ from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf, open_dict, read_write
 
 from isobatch.errors import ConfigError
-from isobatch.hydra_patches import composing, layers, refusals
+from isobatch.hydra_patches import composing, kept, layers, refusals
 from isobatch.hydra_patches.folders import STAMP, Stamp
 from isobatch.hydra_patches.numbers import NUMBERED, NumberPath, NumberSource, value_of_choice
 
@@ -65,6 +66,8 @@ METHODS: dict[tuple[Any, str], Any] = {
     (Plugins, "is_in_toplevel_plugins_module"): staticmethod(_is_plugin_or_ours),
     (Hydra, "run"): refusals.run,
     (Hydra, "multirun"): refusals.multirun,
+    (Sweeper, "validate_batch_is_legal"): kept.validate_batch_is_legal,
+    (ConfigLoaderImpl, "load_sweep_config"): kept.load_sweep_config,
     (ConfigLoaderImpl, "load_configuration"): refusals.load_configuration,
     (ConfigLoaderImpl, "_compose_config_from_defaults_list"): layers.compose,
     (ConfigLoaderImpl, "_apply_overrides_to_config"): staticmethod(refusals.apply_overrides),
@@ -124,6 +127,7 @@ def active(arguments: Sequence[str] = (), choose_launcher: Callable[..., Any] | 
         for (cls, method), function in before.items():
             setattr(cls, method, function)
         NumberPath.active, _choose = numbered, chooses
+        kept.forget()
         if not numbered:  # not within another block
             for group in ("callbacks", "sweeper"):
                 ConfigStore.instance().repo["hydra"][group].pop("isobatch.yaml", None)
