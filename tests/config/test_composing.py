@@ -135,7 +135,7 @@ def test_yaml_is_parsed_in_c_as_omegaconf_reads_it() -> None:
     texts = [path.read_text() for path in sorted(conf_folder().rglob("*.yaml"))]
     texts += ["a: 1e-3\nb: 2020-01-01\nc: 1_0\nd: [.inf, off, 0x1F, ~]\ne: 'ü \\n'\nf: |\n  a\n   b\n", "", "# nothing\n"]
     loader = composing.yaml_loader()
-    assert issubclass(loader, yaml.cyaml.CParser) == yaml.__with_libyaml__
+    assert issubclass(loader, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     for text in texts:
         assert yaml.load(text, loader) == yaml.load(text, composing._yaml_loader())
     for wrong in ("a: 1\na: 2\n", "a: !!python/object:os.system {}\n", "a: [1\n"):

@@ -35,18 +35,12 @@ _yaml_loader = omegaconf_s.get_yaml_loader
 def yaml_loader() -> Any:
     """In place of OmegaConf's get_yaml_loader, which makes a class anew for each file: the same safe one, parsing in C where
     PyYAML can, in a ninth of the time."""
-    safe: Any = _yaml_loader()
-    if not yaml.__with_libyaml__:
-        return safe
-    in_c: Any = yaml.cyaml
-
-    class Loader(in_c.CParser, safe):  # type: ignore[misc, name-defined]
-        def __init__(self, stream: Any) -> None:  # as PyYAML's CSafeLoader does
-            in_c.CParser.__init__(self, stream)
-            yaml.constructor.SafeConstructor.__init__(self)
-            yaml.resolver.Resolver.__init__(self)
-
-    return Loader
+    safe = _yaml_loader()
+    in_c: Any = getattr(yaml, "CSafeLoader", None)
+    tables = {
+        name: getattr(safe, name) for name in ("yaml_constructors", "yaml_implicit_resolvers")
+    }  # whoever adds to the other
+    return safe if in_c is None else type("Loader", (in_c, safe), tables)
 
 
 @lru_cache(maxsize=512)
