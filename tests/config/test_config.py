@@ -68,7 +68,14 @@ PAIRS = sorted({(e, HARDWARE[i % len(HARDWARE)]) for i, e in enumerate(EXPERIMEN
                | {(EXPERIMENTS[i % len(EXPERIMENTS)], p) for i, p in enumerate(HARDWARE)})  # fmt: skip
 
 
-@pytest.mark.parametrize(("experiment", "plan"), PAIRS)
+# in the fast suite each plan once, with the recipes whose commands test_recipes.py does not compose there
+ALONE = ("class_weighted", "focal", "rsb_a1", "rsb_a2", "rsb_b", "rsb_c", "rsb_d")
+FAST = {(e, HARDWARE[i % len(HARDWARE)]) for i, e in enumerate(ALONE)}
+
+
+@pytest.mark.parametrize(("experiment", "plan"), [
+    pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow) for pair in sorted({*PAIRS, *FAST})
+])  # fmt: skip
 def test_an_experiment_loads_and_takes_any_plan(experiment: str, plan: str) -> None:
     load(plain(f"experiment={experiment}"))
     before, after = plain(f"experiment={experiment}"), plain(f"experiment={experiment}", f"plan={plan}")

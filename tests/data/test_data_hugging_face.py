@@ -18,7 +18,13 @@ from isobatch.data.loader import WorkerSource
 from isobatch.data.samples import Samples
 from isobatch.errors import ConfigError, JobFailed
 
-datasets = pytest.importorskip("datasets")
+datasets: Any = None  # the package: a second to import, which only these tests need
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    global datasets
+    datasets = pytest.importorskip("datasets")
 
 
 def encoded(shade: int) -> bytes:

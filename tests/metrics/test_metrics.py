@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import sklearn.metrics
 import torch
-import torchmetrics
 from harness import on_ranks, plain
 from torch import Tensor, nn
 
@@ -95,6 +94,8 @@ def test_classes_are_sklearns(alone: dict[str, Any]) -> None:
     assert found["MulticlassF1Score"] == pytest.approx(sklearn.metrics.f1_score(targets, said, average="macro"))
     expected = sklearn.metrics.roc_auc_score(targets, output.softmax(1), multi_class="ovr")
     assert found["MulticlassAUROC"] == pytest.approx(expected, rel=1e-5)
+    import torchmetrics  # a second, which no other file's tests need
+
     whole_set = torchmetrics.classification.MulticlassCalibrationError(7)(output.softmax(1), targets)
     assert found["MulticlassCalibrationError"] == pytest.approx(whole_set.item(), rel=1e-6)
 
