@@ -40,8 +40,8 @@ class Round:
 class ToOwners(Round):
     def carry_out(self) -> None:
         pieces = [sent.clone().view(self.num_ranks, -1) for _, sent in self.calls]
-        for rank, (received, _) in enumerate(self.calls):
-            received.copy_(torch.cat([piece[rank] for piece in pieces]))
+        for rank, (received, _) in enumerate(self.calls):  # nobody sends to himself
+            received.copy_(torch.cat([piece[rank] for of, piece in enumerate(pieces) if of != rank]))
 
 
 class ToEverybody(Round):

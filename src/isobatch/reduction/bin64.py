@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from isobatch.reduction.buckets import Bucket, in_memory_order
-from isobatch.reduction.exchange import Scratch, sum_at_owners, to_everybody, to_owners
+from isobatch.reduction.exchange import Scratch, keeps_own, sum_at_owners, to_everybody, to_owners
 
 TIE_BREAK = 1 + 2.0**-50
 CHUNK = 32768  # elements: a float64 chunk and what it is added to stay in the cache
@@ -158,9 +158,10 @@ class BinSum:
         if self.num_ranks == 1:
             return
         share = self.bucket.padded // self.num_ranks
-        if self.bucket.device.type == "cpu":  # gloo's reduce-scatter is an all-reduce inside, and moves 20 bytes for 12
-            self.received = self._scratch(self.bucket.padded)
-            self.work = to_owners(self.received, self.sum, [share] * self.num_ranks, share)
+        if keeps_own(self.bucket.device):  # gloo's reduce-scatter is an all-reduce inside, and moves 20 bytes for 12
+            sizes = [share * (rank != self.rank) for rank in range(self.num_ranks)]
+            self.received = self._scratch(sum(sizes))
+            self.work = to_owners(self.received, self.sum, sizes, share)
         else:
             self.received = self._scratch(share)
             self.work = sum_at_owners(self.received, self.sum)
@@ -172,9 +173,13 @@ class BinSum:
             return
         self.work.wait()
         share = self.bucket.padded // self.num_ranks
-        total = self.received if self.received.numel() == share else self.received.view(self.num_ranks, share).sum(0)
-        mine = self.full[self.rank * share : (self.rank + 1) * share]
-        self.work = to_everybody(self.full, mine.copy_(total))
+        own = slice(self.rank * share, (self.rank + 1) * share)
+        total, *others = self.received.split(share)
+        if keeps_own(self.bucket.device):
+            others.append(self.sum[own])
+        for other in others:
+            total.add_(other)
+        self.work = to_everybody(self.full, self.full[own].copy_(total))
 
     def _round_in_place(self) -> None:
         """float64 -> the result's dtype within the same memory, front to back, so that nothing unread is overwritten."""

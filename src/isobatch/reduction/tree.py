@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isobatch.reduction.buckets import Bucket
-from isobatch.reduction.exchange import Scratch, to_everybody, to_owners
+from isobatch.reduction.exchange import Scratch, keeps_own, to_everybody, to_owners
 
 Node = tuple[int, int]
 
@@ -129,8 +129,11 @@ class TreeSum:
             return
         share, count = self.bucket.padded // self.num_ranks, len(self.nodes)
         sizes = [len(nodes) * share for nodes in self.layout.nodes]
+        if keeps_own(self.bucket.device):
+            sizes[self.rank] = 0
+        self.sent = self._packed(share, count)
         self.received = self._scratch("received", sum(sizes))
-        self.work = to_owners(self.received, self._packed(share, count), sizes, count * share)
+        self.work = to_owners(self.received, self.sent, sizes, count * share)
 
     def _packed(self, share: int, count: int) -> Tensor:
         """This rank's nodes, cut by owner: (ranks, nodes, share) as a flat tensor."""
@@ -154,18 +157,32 @@ class TreeSum:
             return
         self.work.wait()
         share = self.bucket.padded // self.num_ranks
-        names = [node for nodes in self.layout.nodes for node in nodes]
-        parts = dict(zip(names, self.received.split(share), strict=True))
         mine = self.full[self.rank * share : (self.rank + 1) * share]
-        mine.copy_(self._folded(parts, (0, self.layout.num_filled)))
+        total = self._folded(self._parts(share, mine), (0, self.layout.num_filled), mine)
+        if total is not mine:
+            mine.copy_(total)
         self.stack.clear()
         self.work = to_everybody(self.full, mine)
 
-    def _folded(self, parts: dict[Node, Tensor], node: Node) -> Tensor:
+    def _parts(self, share: int, mine: Tensor) -> dict[Node, Tensor]:
+        """What each node, of whatever rank, has for this rank's share, (share,)."""
+        if not keeps_own(self.bucket.device):
+            names = [node for nodes in self.layout.nodes for node in nodes]
+            return dict(zip(names, self.received.split(share), strict=True))
+        names = [node for rank, nodes in enumerate(self.layout.nodes) if rank != self.rank for node in nodes]
+        parts = dict(zip(names, self.received.split(share) if names else (), strict=True))
+        if self.nodes:  # the first of the own ones lies where the result goes
+            own = self.sent.view(self.num_ranks, len(self.nodes), share)[self.rank]
+            parts |= zip(self.nodes, (mine, *own[1:]), strict=True)
+        return parts
+
+    def _folded(self, parts: dict[Node, Tensor], node: Node, mine: Tensor) -> Tensor:
+        """The node's sum, in the memory of one of its parts: of `mine`, if that is among them."""
         if node in parts:
             return parts[node]
         middle = split(*node)
-        return self._folded(parts, (node[0], middle)).add_(self._folded(parts, (middle, node[1])))
+        left, right = self._folded(parts, (node[0], middle), mine), self._folded(parts, (middle, node[1]), mine)
+        return torch.add(left, right, out=right if right is mine else left)
 
     def result(self) -> list[Tensor | None]:
         """The sums, shaped as the tensors; where all ranks' gradients were None the value means nothing."""
