@@ -21,7 +21,7 @@ from isobatch.run.planned import Planned, Settled, plan_run, settle
 from isobatch.run_folder.files import RunFiles
 from isobatch.run_folder.fingerprint import Fingerprint
 from isobatch.run_folder.summary import summarize
-from isobatch.runtime import accelerator, garbage
+from isobatch.runtime import accelerator, garbage, kept_memory
 from isobatch.runtime.distributed import Ranks
 from isobatch.tasks import Work
 from isobatch.train.loop import Loop
@@ -83,6 +83,8 @@ class Run:
         self.show(planned)
         if self.task.built == "loop":
             self.loop = assemble(planned, self.run_dir, self.ranks, self.task.trains, self.files, self.logger, self.console)
+            if self.task.trains and self.device.type == "cpu":
+                kept_memory.keep()
 
     def show(self, planned: Planned) -> None:
         """The plan, for a person and as plan.json."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from isobatch.errors import ConfigError
+from isobatch.runtime import kept_memory
 
 KINDS = ("cpu", "cuda", "mps", "xpu")  # that `device` can ask for; torch calls ROCm's cards cuda
 
@@ -130,6 +131,7 @@ def peak_memory_mb(device: torch.device) -> float:
 def forget_peak_memory(device: torch.device) -> None:
     """Count `peak_memory_mb` anew, where the device (on a CPU: the system) can."""
     if device.type == "cpu":
+        kept_memory.give_back()
         with suppress(OSError):  # Linux; from what the process holds now
             Path("/proc/self/clear_refs").write_text("5")
     elif device.type != "mps":
