@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Messages:
+class Transfers:
     """Several under way between this rank and others, as one piece of work."""
 
     def __init__(self, works: list[Any]):
@@ -47,12 +47,12 @@ def to_everybody(full: Tensor, part: Tensor) -> Any:
     return gather(full, part, async_op=True)
 
 
-def _to_each(received: list[Tensor], sent: list[Tensor]) -> Messages:
+def _to_each(received: list[Tensor], sent: list[Tensor]) -> Transfers:
     """Start filling `received[r]` from every other rank r, and sending it `sent[r]`. Between two ranks messages keep their
     order, and all ranks start theirs in the same one."""
     others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
     works = [dist.irecv(received[r], r) for r in others if received[r].numel()]
-    return Messages(works + [dist.isend(sent[r], r) for r in others if sent])
+    return Transfers(works + [dist.isend(sent[r], r) for r in others if sent])
 
 
 def sum_at_owners(part: Tensor, full: Tensor) -> Any:
