@@ -104,7 +104,9 @@ def _not_for_want_of_a_package(report):
 
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # the process that hands out the tests runs none
+        import warm
+
+        return warm.share()  # the process that hands out the tests runs none
     for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if (
             signal.getsignal(number) is signal.SIG_IGN

@@ -17,6 +17,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,37 @@ from typing import Any
 SERVER = Path(__file__).with_name("server.py")
 READY_S = 150
 COLD = "ISOBATCH_COLD"
+SHARED = "ISOBATCH_WARM"  # the address of the server that all workers of a test run share
+_shared = os.environ.pop(SHARED, None)  # of no interest to what the tests start
 
 
 class Server:
-    """The process that is forked: made when the first command starts, gone with this one."""
+    """The process that is forked: made when the first command starts, gone with this one.
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    Args:
+        preload: modules that it imports; none: what a command does.
+        listener: where it takes others' tasks too.
+    """
+
+    def __init__(self, preload: Sequence[str] = (), listener: socket.socket | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, str(SERVER), str(theirs.fileno()), *preload], env=environ,
-                                        cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                        pass_fds=[theirs.fileno()], start_new_session=True)  # fmt: skip
+        fds = [one.fileno() for one in (theirs, listener) if one]
+        self.process = subprocess.Popen([sys.executable, str(SERVER), ",".join(map(str, fds)), *preload], env=environ,
+                                        cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds,
+                                        start_new_session=True)  # fmt: skip
         theirs.close()
         self.socket, self.owner = ours, os.getpid()
         ours.settimeout(READY_S)
-        self.works = ours.recv(16) == b"ready"  # b"": it will not fork, since a library of this machine has started threads
         atexit.register(self.close)
+        self.works = listener is not None or self.is_ready()
+
+    def is_ready(self) -> bool:
+        """False: it will not fork, since a library of this machine has started threads."""
+        try:
+            return self.socket.recv(16) == b"ready"
+        except ConnectionError:
+            return False
 
     def close(self) -> None:
         if self.owner == os.getpid():
@@ -54,6 +70,30 @@ class Server:
         return pid
 
 
+class Shared(Server):
+    """The server of the process that hands out the tests, as a worker sees it."""
+
+    def __init__(self, address: str) -> None:
+        self.socket, self.owner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), os.getpid()
+        self.socket.settimeout(READY_S)
+        self.socket.connect(address)
+        atexit.register(self.socket.close)
+        self.works = self.is_ready()
+
+
+def share() -> None:
+    """In the process that hands out the tests: one server for all of its workers, which start after this."""
+    if os.environ.get(COLD) == "1":
+        return
+    folder = tempfile.TemporaryDirectory(prefix="warm")
+    atexit.register(folder.cleanup)
+    os.environ[SHARED] = str(Path(folder.name) / "server")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.environ[SHARED])
+        listener.listen(64)
+        Server(listener=listener)
+
+
 _servers: dict[tuple[str, ...], Server] = {}
 
 
@@ -62,7 +102,7 @@ def server(preload: tuple[str, ...] = ()) -> Server | None:
     if os.environ.get(COLD) == "1":
         return None
     if preload not in _servers or _servers[preload].owner != os.getpid():
-        _servers[preload] = Server(preload)
+        _servers[preload] = Shared(_shared) if _shared and not preload else Server(preload)
     return _servers[preload] if _servers[preload].works else None
 
 

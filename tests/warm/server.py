@@ -1,7 +1,8 @@
 """The process that warm starts are forked from (see __init__.py). It has one thread, or it forks nothing.
 
 It imports what a command does, or what further arguments name, and waits for tasks on the socket whose number is its first
-argument. A child leaves the loop and becomes the command.
+argument; a second number there is of a socket on which others ask for a connection of their own. A child leaves the loop and
+becomes the command.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ INSTALLED = [entry for entry in sys.path[1:] if entry not in os.environ.get("PYT
 HIGH = 700  # descriptors of ours, where no other process puts one by its number
 
 
-def serve(control: socket.socket) -> dict | None:
+def serve(control: socket.socket, listener: socket.socket | None) -> dict | None:
     """Fork for each task until the tests are gone (None); returns its task in each child."""
     import json
     import select
@@ -38,27 +39,40 @@ def serve(control: socket.socket) -> dict | None:
     awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    asking, listening = [control], [listener] if listener else []
     while True:
-        ready = select.select([control, awake], [], [])[0]
+        ready = select.select([awake, *listening, *asking], [], [])[0]
         if awake in ready:
             os.read(awake, 4096)
             reap()
-        if control in ready:
-            text, fds, *_ = socket.recv_fds(control, 1 << 20, 4)
-            if not text:
+        if listener in ready:
+            asking.append(listener.accept()[0])
+            with suppress(OSError):
+                asking[-1].send(b"ready")
+        for one in [one for one in asking if one in ready]:
+            text, fds = b"", []
+            with suppress(ConnectionError):  # one that was killed
+                text, fds, *_ = socket.recv_fds(one, 1 << 20, 4)
+            if not text and one is control:
                 return None
+            if not text:
+                asking.remove(one)
+                one.close()
+                continue
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for number in (awake, wake, fds[3], *told.values()):
                     os.close(number)
-                control.close()
+                for other in (*listening, *asking):
+                    other.close()
                 return {**json.loads(text), "fds": fds[:3]}
             for number in fds[:3]:
                 os.close(number)
             told[pid] = fds[3]
-            control.send(str(pid).encode())
+            with suppress(OSError):
+                one.send(str(pid).encode())
 
 
 def become(task: dict) -> str:
@@ -193,8 +207,12 @@ def finish(named: str, module: bool) -> None:
 
 
 if __name__ == "__main__":
-    socket_of_tests = socket.socket(fileno=int(sys.argv[1]))
-    os.set_inheritable(socket_of_tests.fileno(), False)
+    for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is signal.SIG_IGN:  # under nohup, or behind a shell's &
+            signal.signal(number, usual)
+    socket_of_tests, listening, *_ = [*(socket.socket(fileno=int(number)) for number in sys.argv[1].split(",")), None]
+    for one in filter(None, (socket_of_tests, listening)):
+        os.set_inheritable(one.fileno(), False)
     import gc
     import importlib
 
@@ -206,7 +224,7 @@ if __name__ == "__main__":
     gc.freeze()
     gc.enable()
     socket_of_tests.send(b"ready")
-    task = serve(socket_of_tests)
+    task = serve(socket_of_tests, listening)
     if task is not None:
         named = become(task)
         if any("nproc" in word or word.startswith("plan=") for word in task["words"]):
