@@ -15,10 +15,10 @@ QUICK = [("fp32", "adamw", "tree"), ("bf16", "sgd", "tree"), ("fp16", "sgd", "tr
 FULL = [*product(PRECISIONS, OPTIMIZERS, ["tree", "bin64"])]
 
 
-def jobs(steps: int, cells: list[tuple[str, str, str]]) -> dict[str, Any]:
+def jobs(steps: int, cells: list[tuple[str, str, str]], *more: str) -> dict[str, Any]:
     return {
         "-".join(cell): job(*PRECISIONS[cell[0]], *OPTIMIZERS[cell[1]], "reduction=exact", f"reduction.method={cell[2]}",
-                            f"steps={steps}", f"eval_every={steps}")
+                            f"steps={steps}", f"eval_every={steps}", *more)
         for cell in cells
     }  # fmt: skip
 
@@ -35,17 +35,17 @@ def on_one_process(folder: Path, made: dict[str, Any]) -> dict[str, Trace]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    return on_one_process(tmp_path_factory.mktemp("one"), jobs(STEPS, QUICK))
+    return on_one_process(tmp_path_factory.mktemp("one"), jobs(*SHORT))
 
 
-STEPS = 4  # the fourth is the epoch's tail
+SHORT = 3, QUICK, "data.samples=106"  # the third step is the epoch's tail
 ALWAYS = (DP[0], DDP[1])  # the others, and 200 steps of all, in `make test-all`; uneven and idle ranks are below
 
 
 @pytest.mark.parametrize("plan", [pytest.param(plan, id=plan.name, marks=() if plan in ALWAYS else pytest.mark.slow)
                                   for plan in (*DP, *DDP)])  # fmt: skip
 def test_every_plan_trains_the_same_bits(tmp_path: Path, one: dict[str, Trace], plan: Plan) -> None:
-    for name, ranks in traces(tmp_path, plan, jobs(STEPS, QUICK), limit_s=200).items():
+    for name, ranks in traces(tmp_path, plan, jobs(*SHORT), limit_s=200).items():
         assert differences(one[name], ranks) == [], f"{plan.name}: {name}"
 
 
@@ -54,7 +54,7 @@ def test_half_weights_train_the_same_bits(tmp_path: Path, plan: Plan) -> None:
     """Their gradients are summed in fp32 and handed to the masters as they are."""
     made = {
         f"{precision}-{method}": job(f"precision={precision}", "optimizer=sgd", "optimizer.lr=0.05", "reduction=exact",
-                                     f"reduction.method={method}", "steps=5", "eval_every=5")
+                                     f"reduction.method={method}", "steps=3", "eval_every=3")
         for precision, method in (("O2", "tree"), ("O2", "bin64"), ("bf16_pure", "tree"))
     }  # fmt: skip
     one = {name: ranks[0] for name, ranks in traces(tmp_path, ONE, made).items()}
@@ -80,13 +80,13 @@ def test_every_plan_trains_the_same_bits_for_200_steps(tmp_path: Path, one_long:
     *(pytest.param(method, (ONE, *DDP[:3]), marks=pytest.mark.slow, id=f"{method}-every") for method in ("tree", "bin64")),
 ])  # fmt: skip
 def test_a_run_goes_on_with_other_ranks_in_mid_epoch(tmp_path: Path, method: str, plans: tuple[Plan, ...]) -> None:
-    made = job("reduction=exact", f"reduction.method={method}", "steps=7", "eval_every=7", "scheduler=constant",
-               "checkpoint=default", "checkpoint.every=3", "checkpoint.keep=9")  # fmt: skip
+    made = job("reduction=exact", f"reduction.method={method}", "steps=5", "eval_every=5", "scheduler=constant",
+               "checkpoint=default", "checkpoint.every=2", "checkpoint.keep=9")  # fmt: skip
     expected = traces(tmp_path, ONE, {"whole": made})["whole"][0]
     traces(tmp_path, DDP[1], {"begun": made})
     begun = tmp_path / DDP[1].name / "begun"
     for plan in plans:
-        rest = {**made, "resume": str(begun), "checkpoint": {**made["checkpoint"], "load": "step-3"}}
+        rest = {**made, "resume": str(begun), "checkpoint": {**made["checkpoint"], "load": "step-2"}}
         for rank in traces(tmp_path, plan, {"rest": rest})["rest"]:
             assert (rank.weights, rank.ema, rank.optimizer) == (expected.weights, expected.ema, expected.optimizer)
 

@@ -39,8 +39,8 @@ def furthest(one: Trace, others: list[Trace]) -> float:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    jobs = {"float64": made_for("equivalence_float64", "steps=5", "eval_every=2"),
-            "network": made_for("equivalence_probe", "steps=4", "eval_every=4")}  # fmt: skip
+    jobs = {"float64": made_for("equivalence_float64", "steps=3", "eval_every=2"),
+            "network": made_for("equivalence_probe", "steps=2", "eval_every=2")}  # fmt: skip
     return {name: found[0] for name, found in traces(tmp_path_factory.mktemp("alone"), ONE, jobs).items()}
 
 
@@ -58,7 +58,7 @@ LATER = pytest.mark.slow  # make test-all
 ], ids=lambda plan: plan.name)  # fmt: skip
 def test_the_same_as_one_process(tmp_path: Path, alone: dict[str, Trace], plan: Plan) -> None:
     """Weights, average, losses, gradient norms before clipping and evaluations, in float64."""
-    found = on(plan, tmp_path, "equivalence_float64", "steps=5", "eval_every=2")
+    found = on(plan, tmp_path, "equivalence_float64", "steps=3", "eval_every=2")
     assert furthest(alone["float64"], found) <= 1e-7  # the losses are fp32 numbers
     weights = torch.tensor([trace.flat for trace in found], dtype=torch.float64)
     assert (weights - torch.tensor(alone["float64"].flat, dtype=torch.float64)).abs().max() <= 1e-12
@@ -70,5 +70,5 @@ def test_the_same_as_one_process(tmp_path: Path, alone: dict[str, Trace], plan: 
 def test_batch_norm_dropout_and_branches_that_only_some_shards_take(tmp_path: Path, alone: dict[str, Trace],
                                                                     plan: Plan) -> None:  # fmt: skip
     """Ranks without a shard touch neither statistics nor generators; a branch that no shard takes gets no decay."""
-    found = on(plan, tmp_path, "equivalence_probe", "steps=4", "eval_every=4")
+    found = on(plan, tmp_path, "equivalence_probe", "steps=2", "eval_every=2")
     assert furthest(alone["network"], found) <= 1e-5

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Record, on_ranks, plain, summary, train
+from precision_probes import model_of
 from pretended import strictly
 from pretended.graphs import Graph, recording_graphs
 
@@ -24,9 +25,12 @@ from isobatch.train.gradients import Gradients
 CUDA = torch.device("cuda", 0)
 # a learning rate that float32 holds exactly: while an update is recorded the rate is a float32 tensor
 QUIET = ("logger=none", "threads=1", "epochs=null", "steps=7", "eval_every=7", "checkpoint=none", "scheduler=constant",
-         "optimizer.lr=0.0009765625", "log_every=3")  # fmt: skip
+         "optimizer.lr=0.0009765625", "log_every=3", "batch.eval=90")  # fmt: skip
 IMAGES = ("data=synthetic", "data.image_size=16", "data.samples=44", "data.eval_samples=4", "data.num_classes=4",
           "batch.effective=12", "batch.micro=5", "batch.shard=null", "model=timm", "model.arch=test_resnet")  # fmt: skip
+CONVOLUTIONS = (*IMAGES[:-2], *model_of("graph_convolutions", lambda info: torch.nn.Sequential(
+    torch.nn.Conv2d(3, 4, 3, 2), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3, 2),
+    torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(36, 4))))  # fmt: skip
 SMALL = ("model=mlp", "model.width=8", "model.depth=1", "batch.effective=12", "batch.micro=5", "batch.shard=null")
 
 
@@ -45,7 +49,8 @@ def both(folder: Path, *words: str) -> tuple[Record, Record]:
 
 
 @pytest.mark.parametrize("words", [
-    (*IMAGES,),  # batch norm, shards of 4, a tail window of 8
+    (*CONVOLUTIONS,),  # batch norm, shards of 4, a tail window of 8
+    slow(*IMAGES),
     (*SMALL, "precision=bf16", "max_grad_norm=0.1", "ema=ema"),
     slow(*IMAGES, "precision=bf16", "max_grad_norm=0.1", "ema=ema"),
     (*SMALL, "precision=amp", "precision.dtype=float16", "optimizer=sgd"),
