@@ -150,16 +150,16 @@ def test_a_sweep_with_a_tolerance_is_told_of_less_and_stopped_by_more(tmp_path: 
 ])  # fmt: skip
 def test_all_ranks_end_with_the_same_line(tmp_path: Path, strategy: str, words: tuple[str, ...]) -> None:
     def work(ranks: Ranks) -> str:
-        # of 6 shards on 7 ranks: the last has none; rank 3 alone meets the fault, but where weights are gathered
-        fault = "forward" if ranks.rank == 3 else "none"
+        # of 3 shards on 4 ranks: the last has none; rank 1 alone meets the fault, but where weights are gathered
+        fault = "forward" if ranks.rank == 1 else "none"
         with pytest.raises(JobFailed) as error:
-            run.run_job(faulty(fault, *words, f"parallel={strategy}"), tmp_path / "run", ranks)
+            run.run_job(faulty(fault, *words, f"parallel={strategy}", "batch.micro=15"), tmp_path / "run", ranks)
         return str(error.value)
 
-    lines = on_ranks(7, tmp_path / "ranks", work)
+    lines = on_ranks(4, tmp_path / "ranks", work)
     assert len(set(lines)) == 1
     assert "gives two results on rank " in lines[0] and "is the first module whose" in lines[0]
-    assert strategy != "ddp" or "on rank 3; body.1 (ReadsStale) is the first module whose output differs" in lines[0]
+    assert strategy != "ddp" or "on rank 1; body.1 (ReadsStale) is the first module whose output differs" in lines[0]
 
 
 # -- no trace -----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from isobatch.runtime.distributed import Ranks
 
 pytestmark = pytest.mark.gpu_pretended
 SAVING = "checkpoint=default", "checkpoint.every=2"
+ONCE = "steps=1", "eval_every=1"
 
 
 def test_an_average_on_the_host_is_the_one_beside_the_model(tmp_path: Path) -> None:
@@ -114,20 +115,20 @@ def test_exact_names_what_has_no_deterministic_kernel(tmp_path: Path, monkeypatc
     for folder in ("one", "two"):
         with pretend():
             caplog.clear()
-            run.run_job(job("reduction=exact"), tmp_path / folder, Ranks())
+            run.run_job(job("reduction=exact", *ONCE), tmp_path / folder, Ranks())
         said = [line for line in caplog.messages if line.startswith("reduction=exact: ")]
         assert said == [f"reduction=exact: {POOLING}", f"reduction=exact: {ATTENTION}"]
         assert json.loads((tmp_path / folder / "plan.json").read_text())["not_deterministic"] == [POOLING, ATTENTION]
     assert torch.get_deterministic_debug_mode() == 0
     caplog.clear()
     with pretend():
-        run.run_job(job(), tmp_path / "fast", Ranks())
+        run.run_job(job(*ONCE), tmp_path / "fast", Ranks())
     assert "not_deterministic" not in (tmp_path / "fast" / "plan.json").read_text()
 
 
 def test_deterministic_takes_attentions_own_and_refuses_the_rest(tmp_path: Path) -> None:
     with pretend():
-        run.run_job(job("reduction=exact", "deterministic=true"), tmp_path, Ranks())
+        run.run_job(job("reduction=exact", "deterministic=true", *ONCE), tmp_path, Ranks())
     assert "not_deterministic" not in (tmp_path / "plan.json").read_text()
 
 

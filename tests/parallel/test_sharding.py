@@ -24,7 +24,8 @@ from isobatch.runtime.distributed import Ranks
 from isobatch.runtime.dtensor import like, whole
 
 DIGITS = (*BASE, "epochs=null", "log_every=1", "batch.effective=40", "batch.micro=8", "model.norm=true", "ema=ema",
-          "ema.decay=0.9", "eval_every=100", "optimizer=sgd", "optimizer.lr=0.05", "max_grad_norm=1", "batch.eval=90")  # fmt: skip
+          "ema.decay=0.9", "eval_every=100", "optimizer=sgd", "optimizer.lr=0.05", "max_grad_norm=1",
+          "batch.eval=90")  # fmt: skip
 TIMM = ("model=timm", "logger=none", "threads=1", "scheduler=constant", "data=synthetic", "data.samples=40",
         "data.eval_samples=8", "data.image_size=32", "batch.effective=20", "batch.micro=8", "epochs=null", "steps=2",
         "log_every=1", "optimizer=sgd", "optimizer.lr=0.05", "max_grad_norm=0.5", "checkpoint=none",

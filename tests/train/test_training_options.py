@@ -14,7 +14,7 @@ from isobatch.errors import ConfigError
 WORDS = ("logger=none", "threads=1", "reduction=exact", "data=synthetic", "data.samples=20", "data.eval_samples=8",
          "data.image_size=16", "data.num_classes=4", "model=timm", "model.arch=test_convnext", "+model.kwargs.patch_size=1",
          "epochs=null", "steps=3", "log_every=1", "eval_every=3", "batch.effective=8", "batch.micro=2", "batch.shard=null",
-         "optimizer.lr=0.01")  # fmt: skip
+         "optimizer.lr=0.01", "batch.eval=8")  # fmt: skip
 CHANGES = {
     "label_smoothing": ("loss.label_smoothing=0.1",),
     "bce": ("loss=bce", "loss.target_threshold=0.2", "augment=mixup"),
