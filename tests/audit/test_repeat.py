@@ -153,7 +153,7 @@ def test_all_ranks_end_with_the_same_line(tmp_path: Path, strategy: str, words: 
         # of 3 shards on 4 ranks: the last has none; rank 1 alone meets the fault, but where weights are gathered
         fault = "forward" if ranks.rank == 1 else "none"
         with pytest.raises(JobFailed) as error:
-            run.run_job(faulty(fault, *words, f"parallel={strategy}", "batch.micro=15"), tmp_path / "run", ranks)
+            run.run_job(faulty(fault, *words, f"parallel={strategy}", "batch.effective=24"), tmp_path / "run", ranks)
         return str(error.value)
 
     lines = on_ranks(4, tmp_path / "ranks", work)

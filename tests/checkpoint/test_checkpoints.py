@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -266,6 +265,7 @@ def test_case_25_the_rest_of_a_run_is_the_rest_of_that_run(tmp_path: Path, world
     assert same(training(state_of(tmp_path / "rest")), training(state_of(tmp_path / "whole")))
 
 
+HOLDS = ["config", "counters", "ema", "format", "identity", "model", "optimizer", "plan", "reducer", "scaler"]
 OPEN = """
 import sys, torch
 state = torch.load(sys.argv[1])
@@ -275,47 +275,32 @@ def plain(value):
     return type(value) in (str, int, float, bool, type(None), torch.Tensor)
 assert plain(state), "not plain"
 assert state["config"]["optimizer"]["lr"] == 0.1 and state["counters"]["step"] == 1
-assert "isobatch" not in sys.modules and "omegaconf" not in sys.modules
 print(",".join(sorted(state)))
 """
+ALONE = 'assert "isobatch" not in sys.modules and "omegaconf" not in sys.modules'
 
 
-HOLDS = ["config", "counters", "ema", "format", "identity", "model", "optimizer", "plan", "reducer", "scaler"]
-
-
-def plain_types(value: Any) -> bool:
-    if type(value) is dict:
-        return all(type(key) in (str, int) and plain_types(inner) for key, inner in value.items())
-    if type(value) is list:
-        return all(map(plain_types, value))
-    return type(value) in (str, int, float, bool, type(None), torch.Tensor)
-
-
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.case(26)
-def test_case_26_holds_what_torch_knows_by_itself(tmp_path: Path) -> None:
-    """Loaded with nothing but torch's own types allowed; `make test-all` opens it in a process without this program."""
-    setting = (*DIGITS, "steps=2", "optimizer=sgd", "optimizer.lr=0.1", "precision=amp", "ema=ema", "model.norm=true")
-    whole = train(tmp_path / "whole", *setting)
-    train_and_stop(tmp_path / "run", 1, *setting)
-    known = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        state = torch.load(tmp_path / "run/checkpoints/last/state.pt", weights_only=True)
-    finally:
-        torch.serialization.add_safe_globals(known)
-    assert plain_types(state) and state["config"]["optimizer"]["lr"] == 0.1 and state["counters"]["step"] == 1
-    assert sorted(state) == HOLDS
-    assert train(tmp_path / "rest", *setting, f"resume={tmp_path / 'run'}").weights == whole.weights[1:]
-
-
-@pytest.mark.slow
-@pytest.mark.case(26)
-def test_case_26_opens_in_todays_torch_without_this_program(tmp_path: Path) -> None:
+def test_case_26_opens_in_todays_torch_without_this_program(tmp_path: Path, monkeypatch, capsys, cold: bool) -> None:
+    """With torch's own types alone; `make test-all` opens it in a process of its own too."""
     setting = (*DIGITS, "steps=2", "optimizer=sgd", "optimizer.lr=0.1", "precision=amp", "ema=ema", "model.norm=true")
     whole = train(tmp_path / "whole", *setting)
     train_and_stop(tmp_path / "run", 1, *setting)
     file = tmp_path / "run/checkpoints/last/state.pt"
-    done = subprocess.run([sys.executable, "-c", OPEN, str(file)], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ",".join(HOLDS)
+    if cold:
+        done = subprocess.run([sys.executable, "-c", OPEN + ALONE, str(file)], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+    else:
+        capsys.readouterr()
+        known = torch.serialization.get_safe_globals()
+        monkeypatch.setattr(sys, "argv", ["-c", str(file)])
+        torch.serialization.clear_safe_globals()
+        try:
+            exec(OPEN, {"__name__": "opened"})
+        finally:
+            torch.serialization.add_safe_globals(known)
+        said = capsys.readouterr().out
+    assert said.strip() == ",".join(HOLDS)
     assert train(tmp_path / "rest", *setting, f"resume={tmp_path / 'run'}").weights == whole.weights[1:]

@@ -16,7 +16,7 @@ from isobatch.reduction import exact
 from isobatch.runtime import randomness
 from isobatch.train import batch_norm
 
-EXACT = ("reduction=exact", "optimizer=sgd", "optimizer.lr=0.05", "steps=5", "eval_every=5")
+EXACT = ("reduction=exact", "optimizer=sgd", "optimizer.lr=0.05", "steps=3", "eval_every=3")
 
 
 def plans_agree(folder: Path) -> None:
