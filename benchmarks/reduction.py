@@ -1,18 +1,19 @@
-"""What reduction=exact costs: tree and bin64 against fast (torch's DDP), in one interleaved run.
+"""What reduction=exact costs: tree, bin64 and fast against torch's DDP by hand, in one interleaved run.
 
     python benchmarks/reduction.py            # resnet18 at 64 and 224 px on two ranks, then at 64 px in one process
     python benchmarks/reduction.py 64 7       # one size, with this many rounds
 
-Rounds alternate between the reductions in the same processes, so that a machine that speeds up or slows down does so for
-all. Given are medians over the rounds of ratios to fast: time and CPU time of a window (the slower rank's), bytes that
-the ranks sent through their sockets, and the peak memory that each reduction needs on top of fast's (its own processes).
+Rounds alternate between all of them in the same processes, so that a machine that speeds up or slows down does so for all.
+Given are medians over the rounds of ratios to the hand-written loop (loop.py: DDP with gradients as bucket views, `no_sync`
+while it accumulates, a micro batch that is a shard): time and CPU time of a window (the slower rank's), bytes that the ranks
+sent through their sockets, and the peak memory of a rank while it trains (in processes of its own).
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
-import resource
 import socket
 import statistics
 import struct
@@ -25,15 +26,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop import isobatch_loop
+from loop import isobatch_loop, raw_loop
 
+from isobatch.runtime import accelerator
 from isobatch.runtime.distributed import Ranks
 
 REDUCTIONS = {"fast": ["reduction=fast"], "tree": ["reduction=exact", "reduction.method=tree"],
               "bin64": ["reduction=exact", "reduction.method=bin64"]}  # fmt: skip
-MODEL = ["model=resnet18", "data=synthetic", "data.eval_samples=8", "batch.micro=8"]
-SIZES = {64: ["data.image_size=64", "data.samples=64", "batch.effective=64"],
-         224: ["data.image_size=224", "data.samples=32", "batch.effective=32"]}  # fmt: skip
+RAW = "raw"
+MODEL = ["model=resnet18", "data=synthetic", "data.eval_samples=8"]
+SMALL = ["data.image_size=64", "batch.micro=16", "batch.shard=16"]
+SHARDS_OF_8 = ["batch.micro=8", "batch.shard=8"]
+CASES: list[tuple[str, int, int, list[str]]] = [  # what, px, ranks, words
+    ("accumulation 1, shards of 16", 64, 2, [*SMALL, "data.samples=32", "batch.effective=32"]),
+    ("accumulation 3, shards of 16", 64, 2, [*SMALL, "data.samples=96", "batch.effective=96"]),
+    ("accumulation 2, shards of 8", 224, 2,
+     [*SHARDS_OF_8, "data.image_size=224", "data.samples=32", "batch.effective=32"]),
+    ("accumulation 8, shards of 8", 64, 1, [*SHARDS_OF_8, "data.image_size=64", "data.samples=64", "batch.effective=64"]),
+]  # fmt: skip
 
 
 def sent_bytes() -> int:
@@ -52,18 +62,23 @@ def sent_bytes() -> int:
     return total
 
 
-def measure(ranks: Ranks, size: int, rounds: int) -> dict[str, list[tuple[float, float, int]]]:
-    """Per reduction and round: (wall seconds, CPU seconds, bytes sent) of one window in this process."""
+def trained(words: list[str], name: str, ranks: Ranks, folder: str) -> tuple[Any, Callable[[int], None]]:
     parallel = "ddp" if ranks.world_size > 1 else "single"
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in REDUCTIONS}
+    reduction = REDUCTIONS.get(name, ["reduction=exact"])
+    return isobatch_loop([*MODEL, *words, *reduction, f"parallel={parallel}"], ranks, Path(folder))
+
+
+def measure(ranks: Ranks, words: list[str], rounds: int) -> dict[str, list[tuple[float, float, int]]]:
+    """Per loop and round: (wall seconds, CPU seconds, bytes sent) of one window in this process."""
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in (*REDUCTIONS, RAW)}
     with tempfile.TemporaryDirectory() as folder:
-        loops = {
-            name: isobatch_loop([*MODEL, *SIZES[size], *reduction, f"parallel={parallel}"], ranks, Path(folder))[1]
-            for name, reduction in REDUCTIONS.items()
-        }
+        loops = {}
+        for name in REDUCTIONS:
+            loop, loops[name] = trained(words, name, ranks, folder)
+        loops[RAW] = raw_loop(loop, ranks)
         names = list(loops)
         for round_ in range(rounds + 2):  # two to warm up: bin64 finds its units, DDP lays out its buckets anew
-            for name in names[round_ % 3 :] + names[: round_ % 3]:
+            for name in names[round_ % 4 :] + names[: round_ % 4]:
                 ranks.agree(0)  # all begin together
                 wall, cpu, sent = time.perf_counter(), time.process_time(), sent_bytes()
                 loops[name](1)
@@ -73,13 +88,18 @@ def measure(ranks: Ranks, size: int, rounds: int) -> dict[str, list[tuple[float,
     return found
 
 
-def peak_memory(ranks: Ranks, size: int, name: str) -> float:
-    """Peak resident MiB of this process over three windows."""
-    parallel = "ddp" if ranks.world_size > 1 else "single"
+def peak_memory(ranks: Ranks, words: list[str], name: str) -> float:
+    """Peak resident MiB of this process over three windows, from the second on."""
     with tempfile.TemporaryDirectory() as folder:
-        _, advance = isobatch_loop([*MODEL, *SIZES[size], *REDUCTIONS[name], f"parallel={parallel}"], ranks, Path(folder))
+        loop, advance = trained(words, name, ranks, folder)
+        if name == RAW:
+            advance = raw_loop(loop, ranks)
+        del loop
+        gc.collect()  # of what raw's batches came from
+        advance(1)
+        accelerator.forget_peak_memory(torch.device("cpu"))
         advance(3)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return accelerator.peak_memory_mb(torch.device("cpu"))
 
 
 def _rank(work: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...], results: Any) -> None:
@@ -106,41 +126,42 @@ def on_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]
     return [found[rank] for rank in range(world_size)]
 
 
-def report(world_size: int, size: int, rounds: int) -> None:
-    ranks = on_ranks(world_size, measure, size, rounds)
-
-    def per_round(name: str, column: int) -> list[float]:
-        pick = sum if column == 2 else max
-        return [pick(found[name][k][column] for found in ranks) for k in range(rounds)]
-
-    samples = SIZES[size][2].split("=")[1]
-    print(f"resnet18, {size} px, {world_size} rank(s), {samples} samples in shards of 8, {rounds} rounds", flush=True)
-    for name in REDUCTIONS:
-        wall, cpu = (statistics.median(a / b for a, b in zip(per_round(name, c), per_round("fast", c), strict=True))
-                     for c in (0, 1))  # fmt: skip
-        sent = statistics.median(per_round(name, 2)) / 2**20
-        print(f"  {name:6} time {wall:5.2f} x   CPU {cpu:5.2f} x   sent {sent:6.1f} MiB a window", flush=True)
-    memory = {name: max(on_ranks(world_size, peak_memory, size, name)) for name in REDUCTIONS}
-    beyond = ", ".join(f"{name} {memory[name] - memory['fast']:+.0f} MiB" for name in ("tree", "bin64"))
-    print(f"  peak memory of a rank beyond fast's: {beyond}", flush=True)
+def per_round(ranks: list[Any], name: str, column: int) -> list[float]:
+    pick = sum if column == 2 else max
+    return [pick(values) for values in zip(*([row[column] for row in of[name]] for of in ranks), strict=True)]
 
 
-def rows(size: int = 64, rounds: int = 7) -> Iterator[tuple[str, str, str]]:
+def ratio(ranks: list[Any], name: str, column: int) -> float:
+    """To the hand-written loop: 0 time, 1 CPU time."""
+    pairs = zip(per_round(ranks, name, column), per_round(ranks, RAW, column), strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+def report(case: tuple[str, int, int, list[str]], rounds: int) -> None:
+    what, size, world_size, words = case
+    ranks = on_ranks(world_size, measure, words, rounds)
+    print(f"resnet18, {size} px, {world_size} rank(s), {what}, {rounds} rounds", flush=True)
+    for name in (*REDUCTIONS, RAW):
+        sent = statistics.median(per_round(ranks, name, 2)) / 2**20
+        memory = max(on_ranks(world_size, peak_memory, words, name))
+        print(f"  {name:6} time {ratio(ranks, name, 0):5.2f} x   CPU {ratio(ranks, name, 1):5.2f} x   sent {sent:6.1f} MiB a "
+              f"window   peak of a rank {memory:5.0f} MiB", flush=True)  # fmt: skip
+
+
+def rows(rounds: int = 7) -> Iterator[tuple[str, str, str]]:
     """(what, figure, compared with): time of a window on two ranks."""
-    ranks = on_ranks(2, measure, size, rounds)
-    for name in list(REDUCTIONS)[1:]:
-        ratios = [max(of[name][k][0] for of in ranks) / max(of["fast"][k][0] for of in ranks) for k in range(rounds)]
-        yield (f"resnet18, {size} px, DDP x 2, reduction=exact ({name}): time", f"{statistics.median(ratios):.2f} x",
-               "reduction=fast (torch's DDP)")  # fmt: skip
+    for what, size, world_size, words in CASES[:2]:
+        ranks = on_ranks(world_size, measure, words, rounds)
+        for name in list(REDUCTIONS)[1:]:
+            yield (f"resnet18, {size} px, DDP x 2, {what}, reduction=exact ({name}): time", f"{ratio(ranks, name, 0):.2f} x",
+                   "torch's DDP by hand")  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
-    sizes = [int(arguments[0])] if arguments else list(SIZES)
     rounds = int(arguments[1]) if len(arguments) > 1 else 9
-    for size in sizes:
-        report(2, size, rounds)
-    if 64 in sizes:
-        report(1, 64, rounds)
+    for case in CASES:
+        if not arguments or int(arguments[0]) == case[1]:
+            report(case, rounds)
 
 
 if __name__ == "__main__":
