@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -158,30 +159,56 @@ def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> Any:
     return found[0]
 
 
-def first_step(rounds: int = 5) -> float:
-    """Time to the end of the first step of `python train.py`, relative to a bare script that imports torch and timm."""
-    bare = (
-        "import torch, timm, timm.optim\n"
-        "model = timm.create_model('resnet18', num_classes=10)\n"
-        "optimizer = timm.optim.create_optimizer_v2(model, 'momentum', lr=0.1, fused=True)\n"
-        "x, y = torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,))\n"
-        "torch.nn.functional.cross_entropy(model(x), y).backward(); optimizer.step()\n"
-    )
+BARE = """
+import torch, timm, timm.optim
+model = timm.create_model('resnet18', num_classes=10)
+optimizer = timm.optim.create_optimizer_v2(model, 'momentum', lr=0.1, fused=True)
+{batch}
+torch.nn.functional.cross_entropy(model(x), y).backward(); optimizer.step()
+{end}
+"""
+RANDOM = "x, y = torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,))"
+IMAGES = """
+from timm.data import create_loader
+from timm.data.dataset import ImageDataset
+x, y = next(iter(create_loader(ImageDataset('images/train'), (3, 64, 64), 16, is_training=True, use_prefetcher=False)))
+"""
+LOGGED = "import wandb\nrun = wandb.init(mode='offline', dir='.'); run.log({'loss': 1.0}); run.finish()"
+ONE_STEP = ["model=resnet18", "batch.effective=16", "batch.shard=null", "epochs=null", "steps=1", "threads=1", "optimizer=sgd"]
+SYNTHETIC = ["data=synthetic", "data.image_size=64", "data.samples=16", "data.eval_samples=1"]
+FOLDER = ["data=image_folder", "data.root=images", "data.image_size=64", "data.num_workers=0", "augment=simple"]
+# what both do -> (the bare script, what is typed)
+STARTS = {
+    "start to the end of the first step": (BARE.format(batch=RANDOM, end=""), [*SYNTHETIC, "logger=none"]),
+    "the same with images": (BARE.format(batch=IMAGES, end=""), [*FOLDER, "logger=none"]),
+    "the same with W&B, offline": (BARE.format(batch=RANDOM, end=LOGGED), [*SYNTHETIC, "logger=wandb", "logger.mode=offline"]),
+}
+
+
+def first_steps(rounds: int = 3) -> Iterator[tuple[str, float]]:
+    """(what, CPU time of `python train.py` to the end of a training of one step, relative to a bare script's)."""
+    from data import write_files
+
     train = str(Path(__file__).parents[1] / "train.py")
-    ratios = []
     with tempfile.TemporaryDirectory() as folder:
-        for round_ in range(rounds + 1):
-            taken = []
-            for command in ([sys.executable, "-c", bare],
-                            [sys.executable, train, *RESNET, "batch.effective=16", "batch.shard=null", "epochs=null", "steps=1",
-                             "threads=1", "data.eval_samples=1",
-                             "data.samples=16", "optimizer=sgd", "logger=none"]):  # fmt: skip
-                start = time.perf_counter()
-                subprocess.run(command, check=True, cwd=folder, capture_output=True)
-                taken.append(time.perf_counter() - start)
-            if round_:
-                ratios.append(taken[1] / taken[0])
-    return statistics.median(ratios)
+        write_files(Path(folder, "images"), 64, 16)
+        for what, (bare, words) in STARTS.items():
+            ratios = []
+            for round_ in range(rounds + 1):
+                taken = []
+                for command in ([sys.executable, "-c", bare], [sys.executable, train, *ONE_STEP, *words]):
+                    before = of_children()
+                    subprocess.run(command, check=True, cwd=folder, capture_output=True)
+                    taken.append(of_children() - before)
+                if round_:
+                    ratios.append(taken[1] / taken[0])
+            yield what, statistics.median(ratios)
+
+
+def of_children() -> float:
+    """CPU seconds of the processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def rows(which: Collection[str] = ("toy", "resnet18", "ddp", "start")) -> Iterator[tuple[str, str, str]]:
@@ -200,7 +227,8 @@ def rows(which: Collection[str] = ("toy", "resnet18", "ddp", "start")) -> Iterat
         _, ratio = on_ranks(2, compare, words, 3, 7)
         yield f"the same, DDP x 2, accumulation {accumulation}: speed", f"{ratio:.3f}", "the loop in torch's DDP"
     if "start" in which:
-        yield "start to the end of the first step: time", f"{first_step():.2f} x", "a bare script on torch and timm"
+        for what, ratio in first_steps():
+            yield f"{what}: CPU time", f"{ratio:.2f} x", "a bare script on torch and timm"
 
 
 @contextmanager
