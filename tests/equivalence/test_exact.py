@@ -54,7 +54,7 @@ def test_half_weights_train_the_same_bits(tmp_path: Path, plan: Plan) -> None:
     """Their gradients are summed in fp32 and handed to the masters as they are."""
     made = {
         f"{precision}-{method}": job(f"precision={precision}", "optimizer=sgd", "optimizer.lr=0.05", "reduction=exact",
-                                     f"reduction.method={method}", "steps=3", "eval_every=3")
+                                     f"reduction.method={method}", "data.samples=62", "steps=3", "eval_every=3")
         for precision, method in (("O2", "tree"), ("O2", "bin64"), ("bf16_pure", "tree"))
     }  # fmt: skip
     one = {name: ranks[0] for name, ranks in traces(tmp_path, ONE, made).items()}

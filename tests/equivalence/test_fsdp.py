@@ -11,6 +11,10 @@ import torch
 from plans import FSDP, ONE, Plan, Trace, job, traces
 
 SGD = ("optimizer=sgd", "optimizer.lr=0.05", "optimizer.weight_decay=0.01", "max_grad_norm=0.1")
+LONG, SHORT = (
+    ("steps=3", "eval_every=2", "data.samples=62"),
+    ("steps=2", "eval_every=2", "data.samples=62"),
+)  # to the tail, and beyond
 UNEVEN, IDLE = FSDP  # six shards on four ranks: 2, 2, 1, 1; on seven: one rank has none, and five have none in the tail
 WHOLE = ("parallel.reshard_after_forward=false", "parallel.reshard_between_micro_steps=false",
          "parallel.reduce_between_micro_steps=false")  # fmt: skip
@@ -39,8 +43,8 @@ def furthest(one: Trace, others: list[Trace]) -> float:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    jobs = {"float64": made_for("equivalence_float64", "steps=3", "eval_every=2"),
-            "network": made_for("equivalence_probe", "steps=2", "eval_every=2")}  # fmt: skip
+    jobs = {"float64": made_for("equivalence_float64", *LONG),
+            "network": made_for("equivalence_probe", *SHORT)}  # fmt: skip
     return {name: found[0] for name, found in traces(tmp_path_factory.mktemp("alone"), ONE, jobs).items()}
 
 
@@ -58,7 +62,7 @@ LATER = pytest.mark.slow  # make test-all
 ], ids=lambda plan: plan.name)  # fmt: skip
 def test_the_same_as_one_process(tmp_path: Path, alone: dict[str, Trace], plan: Plan) -> None:
     """Weights, average, losses, gradient norms before clipping and evaluations, in float64."""
-    found = on(plan, tmp_path, "equivalence_float64", "steps=3", "eval_every=2")
+    found = on(plan, tmp_path, "equivalence_float64", *LONG)
     assert furthest(alone["float64"], found) <= 1e-7  # the losses are fp32 numbers
     weights = torch.tensor([trace.flat for trace in found], dtype=torch.float64)
     assert (weights - torch.tensor(alone["float64"].flat, dtype=torch.float64)).abs().max() <= 1e-12
@@ -70,5 +74,5 @@ def test_the_same_as_one_process(tmp_path: Path, alone: dict[str, Trace], plan: 
 def test_batch_norm_dropout_and_branches_that_only_some_shards_take(tmp_path: Path, alone: dict[str, Trace],
                                                                     plan: Plan) -> None:  # fmt: skip
     """Ranks without a shard touch neither statistics nor generators; a branch that no shard takes gets no decay."""
-    found = on(plan, tmp_path, "equivalence_probe", "steps=2", "eval_every=2")
+    found = on(plan, tmp_path, "equivalence_probe", *SHORT)
     assert furthest(alone["network"], found) <= 1e-5
