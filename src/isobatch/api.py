@@ -58,10 +58,14 @@ def train(overrides: Iterable[str] = ()) -> Result:
         KeyboardInterrupt: Ctrl-C, after a checkpoint.
     """
     from isobatch.cli.in_process import run_job
+    from isobatch.runtime import kept_memory
 
     if isinstance(overrides, str):
         raise TypeError("overrides are a list: isobatch.train(['epochs=3'])")
-    return Result(run_job(list(overrides)).resolve())
+    try:
+        return Result(run_job(list(overrides)).resolve())
+    finally:
+        kept_memory.give_back()
 
 
 def load(run: str | Path, checkpoint: str = "best", weights: str = "auto") -> TrainedModel:

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from isobatch import hydra_patches
 from isobatch.config import conf_folder
-from isobatch.hydra_patches import composing, kept, layers
+from isobatch.hydra_patches import composing, kept, layers, refusals
 from isobatch.runtime import garbage
 
 
@@ -113,7 +113,8 @@ def test_a_job_of_a_sweep_is_composed_once(conf: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(garbage, "AT_ONCE", 2)
     loader = GlobalHydra.instance().config_loader()
     (conf / "a/one.yaml").write_text("x: ${oc.env:ISOBATCH_X}\nwhere: a\n")
-    master = loader.load_configuration("config", ["a=one,two", "b=one,two"], RunMode.MULTIRUN)
+    words = ["a=one,two", "b=one,two", "hydra.sweep.subdir=j_${hydra.job.num}_${a.x}"]  # which the sweep itself cannot resolve
+    master = loader.load_configuration("config", words, RunMode.MULTIRUN)
     jobs = [["a=one", "b=one"], ["a=one", "b=two"], ["a=two", "b=one"]]
     fresh = [loader.load_sweep_config(master, job) for job in jobs]
     sweeper: Any = SimpleNamespace(config=master, hydra_context=SimpleNamespace(config_loader=loader))
@@ -141,3 +142,13 @@ def test_yaml_is_parsed_in_c_as_omegaconf_reads_it() -> None:
     for wrong in ("a: 1\na: 2\n", "a: !!python/object:os.system {}\n", "a: [1\n"):
         with pytest.raises(yaml.YAMLError):
             yaml.load(wrong, loader)
+
+
+@pytest.mark.parametrize("text", ["x: 1\nx: 2\n", "x: 1\n\ty: 2\n", "x: [1\n", "x: !!python/object:os.system {}\n", "7\n"])
+def test_a_file_that_is_no_yaml_is_one_line_that_names_it(conf: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    (conf / "a/one.yaml").write_text(text)
+    with pytest.raises(refusals.Refusal) as refusal:
+        GlobalHydra.instance().config_loader().load_configuration("config", ["a=one"], RunMode.RUN)
+    line = str(refusal.value.code)
+    assert line.startswith("isobatch: ") and str(conf / "a/one.yaml") in line and "\n" not in line

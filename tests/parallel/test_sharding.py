@@ -90,9 +90,9 @@ def test_case_18_a_sharded_run_evaluates_what_others_saved_and_digests_its_whole
 @pytest.mark.parametrize(("words", "tolerance"), [
     pytest.param(("model.arch=test_vit", "+model.kwargs.img_size=32", "model.grad_checkpointing=true", "precision=O2"), 1e-6,
                  marks=pytest.mark.slow),
-    pytest.param(("model.arch=test_resnet", "data.image_size=48", "precision=bf16_pure", "channels_last=true"), 1e-4,
+    pytest.param(("model.arch=test_resnet", "data.image_size=48", "precision=bf16_pure", "channels_last=true"), 2e-4,
                  marks=pytest.mark.slow),
-    (("precision=bf16_pure", "channels_last=true"), 1e-4),
+    (("precision=bf16_pure", "channels_last=true"), 2e-4),  # masters in half would be off by 4e-3
 ], ids=["vit", "resnet", "convolutions"])  # fmt: skip
 def test_half_weights_are_gathered_from_fp32_masters(tmp_path: Path, words: tuple[str, ...], tolerance: float) -> None:
     common = TIMM
@@ -111,7 +111,8 @@ def test_half_weights_are_gathered_from_fp32_masters(tmp_path: Path, words: tupl
 
     for record, dtypes in on_ranks(2, tmp_path / "ranks", work):
         assert dtypes == {(torch.float32, True)}
-        assert record.norms == pytest.approx(alone.norms, rel=10 * tolerance)
+        # in bf16 4e-3, a rounding: where a kernel cuts its sums depends on the samples it sees, and on the CPU
+        assert record.norms == pytest.approx(alone.norms, rel=20 * tolerance)
         assert max(abs(a - b) for a, b in zip(record.weights[-1], alone.weights[-1], strict=True)) < tolerance
 
 

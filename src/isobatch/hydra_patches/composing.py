@@ -49,7 +49,10 @@ def parsed(path: str, *state: int) -> tuple[dict[str, str | None], Any]:
     with open(path, encoding="utf-8") as file:
         header = ConfigSource._get_header_dict(file.read(512))
         file.seek(0)
-        return header, OmegaConf.load(file)
+        try:
+            return header, OmegaConf.load(file)
+        except OSError as error:  # OmegaConf's, which does not name the file
+            raise OSError(f"{path}: {error}") from None
 
 
 def load_config(self: Any, config_path: str) -> ConfigResult:

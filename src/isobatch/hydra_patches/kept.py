@@ -38,7 +38,8 @@ def load_sweep_config(self: Any, master_config: DictConfig, sweep_overrides: lis
 
 
 def _key(master: DictConfig, overrides: Sequence[str]) -> tuple[str, ...]:
-    return (str(master.hydra.job.config_name), *master.hydra.overrides.hydra, *overrides)
+    typed: Any = OmegaConf.to_container(master.hydra.overrides.hydra, resolve=False)  # may name what only a job has
+    return (str(master.hydra.job.config_name), *typed, *overrides)
 
 
 def forget() -> None:
