@@ -16,7 +16,7 @@ run: $(VENV)/ready  ## train the default (real handwritten digits) in under a mi
 	$(BIN)/python train.py $(ARGS)
 
 test: lint  ## what CI runs; a file's tests share what its fixtures train, so they run in one process
-	@echo "the fast suite: about 5 minutes on 2 quiet cores, longer on busy ones (the first time also the set-up, minutes)"
+	@echo "the fast suite: 4 minutes on 2 quiet cores, longer on busy ones (the first time also the set-up, minutes)"
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=40 $(ARGS)
 
 test-loggers: $(VENV)/loggers-ready  ## in CI, after `test`: the two loggers whose packages are too much for everyone

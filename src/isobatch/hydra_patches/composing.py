@@ -51,8 +51,8 @@ def parsed(path: str, *state: int) -> tuple[dict[str, str | None], Any]:
         file.seek(0)
         try:
             return header, OmegaConf.load(file)
-        except OSError as error:  # OmegaConf's, which does not name the file
-            raise OSError(f"{path}: {error}") from None
+        except (yaml.YAMLError, OSError) as error:  # the second: OmegaConf's, of what is no mapping
+            raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
 
 
 def load_config(self: Any, config_path: str) -> ConfigResult:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.types import Override
@@ -51,7 +50,7 @@ def load_configuration(self: Any, config_name: str | None, overrides: list[str],
         return _load(self, config_name, overrides, run_mode, *args, **kwargs)
     except ConfigError as error:
         raise Refusal(f"isobatch: {error}") from error
-    except (HydraException, ValueError, OSError, yaml.YAMLError) as error:  # the last two: a file of a person's own
+    except (HydraException, ValueError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         raise reworded(error, overrides) from error
