@@ -327,15 +327,19 @@ def test_every_kind_of_what_a_step_changes_is_put_back() -> None:
 def test_so_is_a_compiled_one_and_nothing_is_compiled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo
 
-    def compiled(folder: Path) -> tuple[Any, int]:
+    def compiled(folder: Path, ranks: Ranks) -> tuple[Any, int]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        found = trace(faulty("none", "deterministic=true", "compile=true"), folder, Ranks())
+        found = trace(faulty("none", "deterministic=true", "compile=true"), folder, ranks)
         return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-    asked, graphs = compiled(tmp_path / "asked")
-    monkeypatch.setattr(repeat, "wanted", lambda *args: None)
-    unasked, as_before = compiled(tmp_path / "unasked")
+    def both(ranks: Ranks) -> Any:
+        asked = compiled(tmp_path / "asked", ranks)
+        monkeypatch.setattr(repeat, "wanted", lambda *args: None)
+        return asked, compiled(tmp_path / "unasked", ranks)
+
+    # in a process of its own: a compiled backward starts threads of autograd, after which nobody can fork
+    (((asked, graphs), (unasked, as_before)),) = on_ranks(1, tmp_path / "ranks", both)
     assert not differences(unasked, [asked]) and graphs == as_before > 0
 
 

@@ -52,7 +52,8 @@ def both(folder: Path, *words: str) -> tuple[Record, Record]:
     (*CONVOLUTIONS,),  # batch norm, shards of 4, a tail window of 8
     slow(*IMAGES),
     (*SMALL, "precision=bf16", "max_grad_norm=0.1", "ema=ema"),
-    slow(*IMAGES, "precision=bf16", "max_grad_norm=0.1", "ema=ema"),
+    # 48 px: at 16 the last convolutions see 1 x 1 maps, whose backward in bf16 reads what nobody wrote (oneDNN 3.12)
+    slow(*IMAGES, "data.image_size=48", "precision=bf16", "max_grad_norm=0.1", "ema=ema"),
     (*SMALL, "precision=amp", "precision.dtype=float16", "optimizer=sgd"),
     slow(*SMALL, "precision=O2"),
     slow(*IMAGES, "precision=O2"),

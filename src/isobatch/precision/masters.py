@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -119,11 +120,8 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let `model` cast its inputs to `dtype` and return fp32, whoever calls it (a wrapper, the evaluation)."""
 
     def inputs_to(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # an average of the weights that is kept in fp32 carries these hooks too, and wants its inputs in fp32;
-        # a replica that DataParallel makes has no parameters of its own and is half
-        replica = next(module.parameters(), None) is None
-        half = replica or any(p.dtype == dtype for p in module.parameters())
-        wanted = dtype if half else torch.float32
+        # an average of the weights that is kept in fp32 carries these hooks too, and wants its inputs in fp32
+        wanted = dtype if any(p.dtype == dtype for p in _weights(module)) else torch.float32
         return convert(args, wanted), convert(named, wanted)
 
     def outputs_to_fp32(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -131,6 +129,13 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
     model.register_forward_pre_hook(inputs_to, with_kwargs=True)
     model.register_forward_hook(outputs_to_fp32)
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    """Of a replica too that nn.parallel.replicate has made: its parameters are tensors beside its modules."""
+    yield from module.parameters()
+    for part in module.modules():
+        yield from getattr(part, "_former_parameters", {}).values()
 
 
 def to_fp32(output: Any) -> Any:
